@@ -1,0 +1,1 @@
+"""The text engine: tokens and image embeddings in, tokens out."""

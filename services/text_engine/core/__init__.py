@@ -1,0 +1,1 @@
+"""Pure Python, no torch: sequences, blocks, prefix hashes and the scheduler, testable in milliseconds."""

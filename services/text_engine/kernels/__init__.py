@@ -1,0 +1,1 @@
+"""The hot operations, each with a plain PyTorch twin in `reference`."""

@@ -1,0 +1,1 @@
+"""One decoder network; families are mappings from Hugging Face configs and weight names to it."""

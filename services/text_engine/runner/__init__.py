@@ -1,0 +1,1 @@
+"""Executes a scheduled batch on a device: batch tensors, KV cache, image rows, sampling."""

@@ -1,0 +1,1 @@
+"""The vision encoder: images in, embeddings into the cache."""

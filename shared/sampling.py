@@ -1,0 +1,105 @@
+"""SamplingParams: how to choose tokens and when to stop, with every range checked once.
+
+Names, defaults and ranges are OpenAI's and vLLM's. Violations raise `InvalidRequest` naming the field, so the same
+check serves the HTTP gateway, the engine's own API and the offline `LLM`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from shared.errors import InvalidRequest
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 16
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to generate one request's choices.
+
+    max_tokens          at least 1; None: as many as the context still holds
+    temperature         0 is greedy; [0, 2]
+    top_p, min_p        [0, 1]; top_p = 0 keeps the single best token
+    top_k               0 or -1: off
+    repetition_penalty  (0, 10]; over prompt and output text tokens, image placeholders excluded
+    logit_bias          token id -> [-100, 100]
+    logprobs            None: none; k: the sampled token's and the k best tokens' log-probabilities
+    min_tokens          no end-of-sequence or stop token before this many tokens
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens} but max_tokens is only {self.max_tokens}", param="min_tokens"
+            )
+        _real("temperature", self.temperature, 0.0, 2.0)
+        _real("top_p", self.top_p, 0.0, 1.0)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _whole("top_k", self.top_k, -1, None)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
+        for token_id, bias in self.logit_bias.items():
+            _whole(f"logit_bias key {token_id!r}", token_id, 0, None, param="logit_bias")
+            _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest(f"stop holds {text!r}; a stop string needs at least one character", param="stop")
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, None)
+        if self.seed is not None:
+            _whole("seed", self.seed, -MAX_SEED, MAX_SEED)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, param="top_logprobs")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def needs_token_counts(self) -> bool:
+        """Whether any penalty looks at the tokens so far."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _whole(name: str, value: object, low: int, high: int | None, *, param: str | None = None) -> None:
+    allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} is {value!r}; it must be a whole number {allowed}", param=param or name)
+    if value < low or (high is not None and value > high):
+        raise InvalidRequest(f"{name} is {value}; it must be {allowed}", param=param or name)
+
+
+def _real(name: str, value: object, low: float, high: float, *, param: str | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} is {value!r}; it must be a number from {low} to {high}", param=param or name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=param or name)
