@@ -1,0 +1,40 @@
+"""The elementwise operations of a decoder layer, as one interface; a module of functions satisfies it.
+
+`reference` is plain PyTorch (any device, the oracle), `native` the compiled CPU kernels. The decoder gets one of them
+handed over and never asks which.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Kernels(Protocol):
+    """Statistics and sums in fp32, results in the input's dtype, as transformers computes them."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x * rsqrt(mean(x^2) + eps) * weight over the last dimension. x [..., dim], weight [dim]."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual); both [num_tokens, dim]. May reuse the inputs' memory."""
+        ...
+
+    def rotary(
+        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate the halves of each head (NeoX style). May work in place on strided views.
+
+        query      [num_tokens, num_heads, head_dim], key [num_tokens, num_kv_heads, head_dim]
+        cos_sin    [max_positions, head_dim] fp32: cosines of the head_dim / 2 frequencies, then their sines
+        positions  [num_tokens] int64
+        """
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for gate_up [num_tokens, 2 * intermediate] -> [num_tokens, intermediate]."""
+        ...
