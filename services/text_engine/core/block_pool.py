@@ -1,0 +1,112 @@
+"""The KV cache's blocks: which are free, which are in use and by how many, which are kept for a later prefix hit.
+
+Knows block numbers and hashes only; what is in a block, and how many tokens fit, is the caller's business.
+`num_free + num_referenced + num_cached == num_blocks` after every call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class OutOfBlocks(Exception):
+    """More blocks were asked for than are available. Callers check `num_available` first."""
+
+
+class BlockPool:
+    """Reference-counted blocks with least-recently-used reuse of unreferenced, published ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a block pool needs at least one block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._ref_counts = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        # Unreferenced blocks that still hold a published prefix, least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out now: free ones, then cached ones by eviction."""
+        return len(self._free) + len(self._cached)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def is_published(self, block: int) -> bool:
+        return block in self._hash_of
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks, each with one reference; evicts cached blocks only when none is free."""
+        if count > self.num_available:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.num_available} available")
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._unpublish(block)
+            self.num_evictions += 1
+        self._ref_counts[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block, found by `lookup`; takes cached ones out of the eviction order."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._cached[block]
+            self._ref_counts[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each block. Published blocks stay findable until reused, in the order given here:
+
+        hand over a sequence's last block first, so that the beginning of a prefix outlives its end.
+        """
+        for block in blocks:
+            assert self._ref_counts[block] > 0, f"block {block} is freed more often than it was handed out"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] > 0:
+                continue
+            if block in self._hash_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Make a full, computed block findable. If the hash is known already, the first block keeps the name."""
+        if block_hash in self._block_of or block in self._hash_of:
+            return
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def reset_cache(self) -> None:
+        """Forget every published prefix: cached blocks become free, referenced ones can no longer be found."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._hash_of.clear()
+        self._block_of.clear()
+
+    def _unpublish(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]

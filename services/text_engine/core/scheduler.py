@@ -1,0 +1,246 @@
+"""Decides what each step computes. There is no prefill or decode mode: every sequence has uncomputed tokens, one or
+many, and each step moves some of them forward within the token budget.
+
+Order within a step: sequences that wait for one token (decodes), then unfinished prompts, then waiting sequences, each
+by priority and arrival. Memory pressure preempts the last of that order; a preempted sequence is recomputed later.
+Knows nothing of tensors, text or time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.text_engine.core.batch import Batch, SampledToken, ScheduledSequence
+from services.text_engine.core.block_manager import BlockManager
+from services.text_engine.core.prefix_hash import extend_block_hashes
+from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
+from services.text_engine.core.stopping import Finish, check_stop
+
+
+class ImageSource(Protocol):
+    """Where the embeddings of images come from; asked before any position of an image is scheduled."""
+
+    def is_ready(self, sequence: Sequence, span: ImageSpan) -> bool:
+        """Whether the span's rows can be read now. If not, fetching them starts or goes on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did to one sequence: the token appended, and whether that ended it."""
+
+    sequence: Sequence
+    sampled: SampledToken
+    finish: Finish | None
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix caching and preemption by recompute."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        images: ImageSource,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: AbstractSet[int],
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}, below max_num_seqs ({max_num_seqs}): a step must "
+                "have room for one token of every running sequence"
+            )
+        self.blocks = blocks
+        self.images = images
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.eos_token_ids = eos_token_ids
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        self._request_images(sequence, len(self.blocks.find_cached_prefix(sequence)) * self.blocks.block_size)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence at any moment: its blocks are free at once, its published ones stay findable."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self.blocks.release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def schedule(self) -> Batch:
+        """Choose this step's tokens. An empty batch means: nothing can run until an image arrives or work is added."""
+        step = _Step(self.max_num_batched_tokens)
+        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
+            self._schedule_running(step, sequence, 1)
+        self._schedule_prompts(step)
+        return Batch(step.scheduled)
+
+    def update(self, batch: Batch, sampled: Iterable[SampledToken]) -> list[StepOutput]:
+        """Take in what the step computed: one sampled token for each scheduled sequence that reached its end."""
+        tokens = iter(sampled)
+        outputs = []
+        for item in batch.scheduled:
+            sequence = item.sequence
+            token = next(tokens) if item.samples else None
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            sequence.num_computed_tokens = item.end
+            if token is None or token.error is None:
+                self.blocks.publish_computed(sequence, item.start)
+            if token is not None:
+                outputs.append(self._append(sequence, token))
+        return outputs
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
+        if token.error is not None:
+            self.finish(sequence)
+            return StepOutput(sequence, token, Finish("abort"))
+        sequence.token_ids.append(token.token_id)
+        finish = check_stop(sequence, self.eos_token_ids)
+        if finish is not None:
+            self.finish(sequence)
+        return StepOutput(sequence, token, finish)
+
+    # --- prompts --------------------------------------------------------------------------------------------------
+
+    def _schedule_prompts(self, step: _Step) -> None:
+        """Prefill chunks, oldest first; a quarter of the budget is kept for prompts short enough to fit into it, so
+        that a question does not wait behind somebody's book."""
+        candidates = [s for s in self.running if s.num_uncomputed_tokens > 1]
+        if len(self.running) < self.max_num_seqs:
+            candidates += self.waiting
+        quarter = self.max_num_batched_tokens // 4
+        num_short = sum(s.num_uncomputed_tokens <= quarter for s in candidates)
+        for sequence in candidates:
+            if step.budget <= 0:
+                break
+            is_short = sequence.num_uncomputed_tokens <= quarter
+            num_short -= is_short
+            budget = step.budget if is_short or num_short == 0 else max(step.budget - quarter, 0)
+            if sequence.status is SequenceStatus.RUNNING:
+                self._schedule_running(step, sequence, min(budget, sequence.num_uncomputed_tokens))
+            elif len(self.running) < self.max_num_seqs and not self._try_start(step, sequence, budget):
+                break
+
+    def _try_start(self, step: _Step, sequence: Sequence, budget: int) -> bool:
+        """Admit a waiting sequence. False: memory is short, so nobody behind it may overtake it."""
+        prefix = self.blocks.find_cached_prefix(sequence)
+        start = len(prefix) * self.blocks.block_size
+        num_new_tokens = min(budget, self._num_ready_tokens(sequence, start))
+        if num_new_tokens <= 0 or self._is_being_computed(step, sequence, len(prefix)):
+            return True
+        if not self.blocks.can_start(sequence, prefix):
+            return False
+        self.blocks.start(sequence, prefix)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = start
+        grown = self.blocks.grow(sequence, start + num_new_tokens)
+        assert grown, "can_start promised room for the whole sequence"
+        self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        bisect.insort(self.running, sequence, key=lambda s: s.order)
+        self._add_to_step(step, sequence, num_new_tokens)
+        return True
+
+    def _is_being_computed(self, step: _Step, sequence: Sequence, num_cached_blocks: int) -> bool:
+        """Whether most of what this sequence still needs is computed in this very step for another one: then it waits
+        a step and finds it in the prefix cache (the same new picture asked about by many at once)."""
+        if not self.blocks.enable_prefix_caching:
+            return False
+        missing = extend_block_hashes(sequence, self.blocks.block_size)[num_cached_blocks:]
+        num_coming = 0
+        for block_hash in missing:
+            if block_hash not in step.pending_hashes:
+                break
+            num_coming += 1
+        return (
+            num_coming * self.blocks.block_size * 2 > sequence.num_tokens - num_cached_blocks * self.blocks.block_size
+        )
+
+    # --- running sequences ----------------------------------------------------------------------------------------
+
+    def _schedule_running(self, step: _Step, sequence: Sequence, num_new_tokens: int) -> None:
+        if sequence.status is not SequenceStatus.RUNNING:
+            return  # preempted earlier in this step
+        start = sequence.num_computed_tokens
+        num_new_tokens = min(num_new_tokens, step.budget, self._num_ready_tokens(sequence, start))
+        if num_new_tokens <= 0:
+            return
+        while not self.blocks.grow(sequence, start + num_new_tokens):
+            victim = self._preemption_victim(step)
+            if victim is None:
+                return
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        self._add_to_step(step, sequence, num_new_tokens)
+
+    def _preemption_victim(self, step: _Step) -> Sequence | None:
+        """The last running sequence in order that this step does not compute yet."""
+        for sequence in reversed(self.running):
+            if sequence not in step.sequences:
+                return sequence
+        return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.blocks.release(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+
+    # --- helpers --------------------------------------------------------------------------------------------------
+
+    def _num_ready_tokens(self, sequence: Sequence, start: int) -> int:
+        """Uncomputed tokens up to the first image whose embedding has not arrived."""
+        for span in sequence.images_between(start, sequence.num_tokens):
+            if not self.images.is_ready(sequence, span):
+                return max(span.start - start, 0)
+        return sequence.num_tokens - start
+
+    def _request_images(self, sequence: Sequence, start: int) -> None:
+        for span in sequence.images_between(start, sequence.num_tokens):
+            self.images.is_ready(sequence, span)
+
+    def _add_to_step(self, step: _Step, sequence: Sequence, num_new_tokens: int) -> None:
+        item = ScheduledSequence(sequence, sequence.num_computed_tokens, num_new_tokens)
+        step.add(item)
+        if num_new_tokens > 1 and self.blocks.enable_prefix_caching:
+            block_size = self.blocks.block_size
+            hashes = extend_block_hashes(sequence, block_size)
+            step.pending_hashes.update(hashes[item.start // block_size : item.end // block_size])
+
+
+class _Step:
+    """One step while it is put together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.scheduled: list[ScheduledSequence] = []
+        self.sequences: set[Sequence] = set()
+        self.pending_hashes: set[bytes] = set()
+
+    def add(self, item: ScheduledSequence) -> None:
+        self.scheduled.append(item)
+        self.sequences.add(item.sequence)
+        self.budget -= item.num_new_tokens
