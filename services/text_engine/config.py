@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.log import LogFormat
+from shared.settings import RedisUrl
 
 
 class TextEngineSettings(BaseSettings):
@@ -37,7 +38,7 @@ class TextEngineSettings(BaseSettings):
     )
     enable_prefix_caching: bool = True
 
-    redis_url: str | None = Field(None, validation_alias=AliasChoices("DIPTYCH_ENGINE_REDIS_URL", "REDIS_URL"))
+    redis_url: RedisUrl = None
     redis_timeout_s: float = Field(0.3, gt=0)
     embedding_timeout_s: float = Field(60.0, gt=0, description="longest wait for one image's embedding")
     drain_timeout_s: float = Field(30.0, ge=0, description="time for running answers after SIGTERM")

@@ -1,0 +1,150 @@
+"""The text engine over HTTP: thin routes around `TextEngineService`.
+
+The port opens before the model is loaded, so that probes can tell "loading" from "gone"; until then requests get 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from services.text_engine.config import TextEngineSettings
+from services.text_engine.service import TextEngineService
+from shared.errors import NotReady
+from shared.http_errors import error_response, install_error_handlers
+from shared.log import configure_logging, get_logger
+from shared.metrics import metrics_response
+from shared.server import serve
+from shared.wire import (
+    NDJSON,
+    AbortRequest,
+    GenerateEvent,
+    GenerateRequest,
+    ModelInfo,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+log = get_logger(__name__)
+
+
+def create_app(settings: TextEngineSettings) -> FastAPI:
+    """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = app.state.service = TextEngineService(settings)
+        loading = asyncio.create_task(_load_or_die(app, service))
+        yield
+        loading.cancel()
+        await service.close()
+
+    app = FastAPI(title="Diptych text engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    _add_routes(app)
+    return app
+
+
+def run(settings: TextEngineSettings) -> None:
+    """Serve until SIGTERM; running answers may finish within `drain_timeout_s`."""
+    configure_logging("text-engine", settings.log_level, settings.log_format)
+    # The engine's thread must get the interpreter back soon after each kernel; the default lets the event loop keep it
+    # for 5 ms, which is a tenth of a step.
+    sys.setswitchinterval(0.0005)
+    app = create_app(settings)
+
+    def start_draining() -> None:
+        app.state.service.is_draining = True
+
+    serve(
+        app,
+        host=settings.host,
+        port=settings.port,
+        drain_timeout_s=settings.drain_timeout_s,
+        on_drain=start_draining,
+    )
+
+
+async def _load_or_die(app: FastAPI, service: TextEngineService) -> None:
+    try:
+        await service.start()
+    except Exception as error:
+        expected = isinstance(error, ValueError | OSError)
+        log.error("the model cannot be loaded", reason=str(error), exc_info=None if expected else error)
+        app.state.failed = True
+        app.state.stop()
+
+
+class _EventStream(StreamingResponse):
+    """NDJSON, one event a line; the events' source is closed however the response ends, so that an abort is sure."""
+
+    media_type = NDJSON
+
+    def __init__(self, first: GenerateEvent, rest: AsyncGenerator[GenerateEvent]) -> None:
+        self._events = rest
+        super().__init__(_lines(first, rest))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def _lines(first: GenerateEvent, rest: AsyncIterator[GenerateEvent]) -> AsyncIterator[str]:
+    yield first.model_dump_json(exclude_none=True) + "\n"
+    async for event in rest:
+        yield event.model_dump_json(exclude_none=True) + "\n"
+
+
+def _service(request: Request) -> TextEngineService:
+    service: TextEngineService = request.app.state.service
+    return service
+
+
+Service = Annotated[TextEngineService, Depends(_service)]
+
+
+def _add_routes(app: FastAPI) -> None:
+    @app.post("/v1/generate")
+    async def generate(body: GenerateRequest, service: Service) -> Response:
+        events = service.generate(body)
+        first = await anext(events)  # what is wrong with the request is an HTTP error, not an event
+        return _EventStream(first, events)
+
+    @app.post("/v1/abort")
+    async def abort(body: AbortRequest, service: Service) -> Response:
+        service.abort(body.request_id)
+        return JSONResponse({"request_id": body.request_id})
+
+    @app.post("/v1/tokenize")
+    async def tokenize(body: TokenizeRequest, service: Service) -> TokenizeResponse:
+        return await service.tokenize(body)
+
+    @app.get("/v1/model")
+    async def model(service: Service) -> ModelInfo:
+        return service.info
+
+    @app.get("/health")
+    async def health(service: Service) -> Response:
+        if service.is_live:
+            return JSONResponse({"status": "ok"})
+        return error_response(NotReady("the engine's thread has died; restart this service"))
+
+    @app.get("/ready")
+    async def ready(service: Service) -> Response:
+        reason = service.why_not_ready()
+        if reason is None:
+            return JSONResponse({"status": "ready"})
+        return error_response(NotReady(reason, retry_after_s=2.0))
+
+    @app.get("/metrics")
+    async def metrics(service: Service) -> Response:
+        return metrics_response(service.metrics.registry)

@@ -1,0 +1,95 @@
+"""Renders a conversation with the checkpoint's own chat template, in a sandbox, as transformers would."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import InvalidRequest
+from shared.log import get_logger
+
+log = get_logger(__name__)
+
+# Published LLaVA-1.5 checkpoints that predate chat templates were trained on this dialogue format.
+VICUNA = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }} "
+    "{% elif message['role'] == 'user' %}USER: {{ message['content'] }} "
+    "{% else %}ASSISTANT: {{ message['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+BUILT_IN_TEMPLATES = {"llava": VICUNA}
+_PROBE = "probe-of-the-template"
+
+
+class ChatTemplate:
+    """One template and what it can take: content as a string, as a list of parts, or both."""
+
+    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+        self._variables = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        # `generation` blocks only mark text for training; they render as their content.
+        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+        self._template = _environment().from_string(source)
+        self.takes_string = self._shows_probe(_PROBE)
+        self.takes_parts = self._shows_probe([{"type": "text", "text": _PROBE}])
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, model_type: str, bos_token: str | None, eos_token: str | None
+    ) -> ChatTemplate | None:
+        """The folder's template, else the built-in one of a known family, else None."""
+        source = _read_template(folder)
+        if source is None and model_type in BUILT_IN_TEMPLATES:
+            log.info("the checkpoint has no chat template; using the built-in one", family=model_type)
+            source = BUILT_IN_TEMPLATES[model_type]
+        return None if source is None else cls(source, bos_token=bos_token, eos_token=eos_token)
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """Raises InvalidRequest with the template's own words if it refuses the conversation."""
+        try:
+            return self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._variables)
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
+
+    def _shows_probe(self, content: str | list[dict[str, Any]]) -> bool:
+        try:
+            rendered = self.render([{"role": "user", "content": content}])
+        except (InvalidRequest, TypeError, AttributeError, KeyError):
+            return False
+        return _PROBE in rendered and "'type'" not in rendered
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: object, indent: int | None = None, **_options: object) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _read_template(folder: Path) -> str | None:
+    """In the order of transformers: chat_template.jinja, chat_template.json, then the tokenizer's own."""
+    jinja_file = folder / "chat_template.jinja"
+    if jinja_file.is_file():
+        return jinja_file.read_text()
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        file = folder / name
+        template = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
+        if isinstance(template, list):  # several named templates
+            template = next((t["template"] for t in template if t["name"] == "default"), None)
+        if isinstance(template, str):
+            return template
+    return None

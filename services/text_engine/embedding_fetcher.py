@@ -1,0 +1,87 @@
+"""Gets image embeddings over the network: from Redis, or from the encoder that made them. Knows no requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import torch
+
+from shared.embedding_cache import EmbeddingCache
+from shared.errors import (
+    DiptychError,
+    EmbeddingNotFound,
+    EncodeFailed,
+    UpstreamFailed,
+    UpstreamTimeout,
+    error_from_body,
+)
+from shared.log import get_logger
+from shared.tensor_blob import BlobError
+from shared.torch_io import blob_to_tensor
+from shared.wire import DEADLINE_HEADER, ImageRef
+
+log = get_logger(__name__)
+
+
+class EmbeddingFetcher:
+    """Gets one embedding: from Redis, else from the encoder named in the reference, which may still be computing it.
+
+    hidden_size   rows of any other width are refused
+    timeout_s     total deadline of one fetch
+    """
+
+    def __init__(self, cache: EmbeddingCache, http: httpx.AsyncClient, *, hidden_size: int, timeout_s: float) -> None:
+        self._cache = cache
+        self._http = http
+        self._hidden_size = hidden_size
+        self._timeout_s = timeout_s
+
+    async def fetch(self, ref: ImageRef) -> torch.Tensor:
+        """[num_tokens, hidden_size], finite. Raises a DiptychError that says who could not deliver."""
+        [blob] = await self._cache.get([ref.image_key])
+        if blob is not None:
+            try:
+                return self._checked(blob, ref)
+            except (BlobError, EncodeFailed) as error:
+                log.warning("ignoring a damaged cache entry", image_key=ref.image_key[:12], reason=str(error))
+        if ref.encoder_url is None:
+            raise EmbeddingNotFound(f"the embedding of image {ref.image_key[:12]} has left the cache")
+        blob = await self._pull(ref, ref.encoder_url)
+        try:
+            return self._checked(blob, ref)
+        except BlobError as error:
+            raise UpstreamFailed(f"the vision encoder sent a damaged embedding: {error}") from error
+
+    async def _pull(self, ref: ImageRef, encoder_url: str) -> bytes:
+        url = f"{encoder_url}/v1/embeddings/{ref.image_key}"
+        headers = {DEADLINE_HEADER: f"{self._timeout_s:g}"}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.get(url, headers=headers, timeout=self._timeout_s)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise UpstreamTimeout(f"the vision encoder did not deliver within {self._timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise EmbeddingNotFound(f"the vision encoder that made the embedding is gone ({error!r})") from error
+        if response.status_code != httpx.codes.OK:
+            raise _error_of(response)
+        return response.content
+
+    def _checked(self, blob: bytes, ref: ImageRef) -> torch.Tensor:
+        tensor = blob_to_tensor(blob)
+        if tuple(tensor.shape) != (ref.num_tokens, self._hidden_size):
+            raise EncodeFailed(
+                f"the embedding has shape {tuple(tensor.shape)}; {ref.num_tokens} rows of {self._hidden_size} were "
+                "announced"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise EncodeFailed("the embedding holds values that are not finite")
+        return tensor
+
+
+def _error_of(response: httpx.Response) -> DiptychError:
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    return error_from_body(response.status_code, body)

@@ -1,0 +1,120 @@
+"""Drives the engine in a thread of its own, so that neither side waits for the other: commands go in through a queue,
+outputs of a whole step go out in one call on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from services.text_engine.engine import Engine, EngineOutput, EngineRequest, RequestFailed
+from shared.errors import DiptychError
+from shared.log import get_logger
+
+log = get_logger(__name__)
+
+Command = Callable[[Engine], list[EngineOutput]]
+
+
+class EngineThread:
+    """Owns the only thread that touches the engine.
+
+    deliver   called on the event loop with the outputs of one step, in order
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[list[EngineOutput]], None],
+        on_step: Callable[[Engine, float], None],
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._deliver = deliver
+        self._on_step = on_step
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._can_step = False
+        self._step_started: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the current step and end the thread; waits for it."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def seconds_in_step(self) -> float:
+        """How long the current step has been running; 0 between steps. A hung step keeps growing."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
+
+    def submit(self, command: Command) -> None:
+        """Run a command on the engine between two steps; from any thread."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; a refusal arrives as its RequestFailed."""
+
+        def command(engine: Engine) -> list[EngineOutput]:
+            try:
+                engine.add(request)
+            except DiptychError as error:
+                return [RequestFailed(request.request_id, error)]
+            return []
+
+        self.submit(command)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._run_commands()
+                self._step()
+        except BaseException:
+            log.exception("the engine's thread died; this service is no longer ready")
+            raise
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False: stop. Blocked sequences wake up by the command that brings
+        their image."""
+        with self._wake:
+            while not (self._commands or self._is_stopping or self._can_step):
+                self._wake.wait()
+            return not self._is_stopping
+
+    def _run_commands(self) -> None:
+        outputs: list[EngineOutput] = []
+        while self._commands:
+            outputs += self._commands.popleft()(self._engine)
+        self._can_step = self._engine.scheduler.has_work
+        self._send(outputs)
+
+    def _step(self) -> None:
+        if not self._can_step:
+            return
+        self._step_started = time.monotonic()
+        outputs = self._engine.step()
+        elapsed = time.monotonic() - self._step_started
+        self._step_started = None
+        self._can_step = outputs is not None
+        self._on_step(self._engine, elapsed)
+        self._send(outputs or [])
+
+    def _send(self, outputs: list[EngineOutput]) -> None:
+        if outputs:
+            self._loop.call_soon_threadsafe(self._deliver, outputs)

@@ -1,0 +1,99 @@
+"""How many KV blocks fit, and a clear word when they are too few."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_SIZE = 16
+CPU_SHARE = 0.25  # of the available memory, if nobody says otherwise: the encoder and the page cache need the rest
+CPU_MAX_BYTES = 4 << 30
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class KVCacheTooSmall(ValueError):
+    """The configuration cannot serve even one request of the promised length."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCachePlan:
+    """num_blocks blocks of BLOCK_SIZE tokens; a sequence may have up to max_model_len tokens."""
+
+    num_blocks: int
+    bytes_per_block: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * BLOCK_SIZE
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+
+def parse_size(text: str) -> int:
+    """ "512MiB", "2 GiB" or plain bytes -> bytes. Raises ValueError naming the forms that are known."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
+    unit = match.group(2) if match else None
+    if match is None or (unit not in _UNITS and f"{unit}B" not in _UNITS):
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match.group(1)) * _UNITS[unit if unit in _UNITS else f"{unit}B"])
+
+
+def memory_budget(device: torch.device, kv_cache_memory: str | None, gpu_memory_utilization: float) -> int:
+    """Bytes for the KV cache: as told, else what the device has left after the weights."""
+    if kv_cache_memory is not None:
+        return parse_size(kv_cache_memory)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * gpu_memory_utilization) - (total - free))
+    return min(CPU_MAX_BYTES, int(available_cpu_memory() * CPU_SHARE))
+
+
+def available_cpu_memory() -> int:
+    """Bytes this process may still use: the machine's available memory, or the container's limit if that is less."""
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit_file = "/sys/fs/cgroup/memory.max"
+    if os.path.exists(limit_file):
+        with open(limit_file) as limit:
+            text = limit.read().strip()
+        if text.isdigit():
+            available = min(available, int(text))
+    return available
+
+
+def plan_kv_cache(
+    *,
+    budget_bytes: int,
+    bytes_per_block: int,
+    model_max_len: int,
+    max_model_len: int | None,
+    max_num_seqs: int,
+) -> KVCachePlan:
+    """Fill the budget, but never with more than every running sequence at full length could use.
+
+    model_max_len   what the model's positions allow; a smaller cache lowers the limit silently only if max_model_len
+                    was not asked for
+    """
+    if max_model_len is not None and max_model_len > model_max_len:
+        raise KVCacheTooSmall(
+            f"max_model_len is {max_model_len}, but the model has positions for {model_max_len} tokens only"
+        )
+    wanted_len = max_model_len or model_max_len
+    useful_blocks = max_num_seqs * -(-wanted_len // BLOCK_SIZE)
+    num_blocks = min(budget_bytes // bytes_per_block, useful_blocks)
+    num_tokens = num_blocks * BLOCK_SIZE
+    if num_blocks < 1 or (max_model_len is not None and num_tokens < max_model_len):
+        needed = -(-(max_model_len or 1) // BLOCK_SIZE) * bytes_per_block
+        raise KVCacheTooSmall(
+            f"the KV cache has room for {num_tokens} tokens ({budget_bytes} bytes), but max_model_len needs "
+            f"{max_model_len or BLOCK_SIZE} ({needed} bytes): raise --kv-cache-memory (or --gpu-memory-utilization) "
+            "or lower --max-model-len"
+        )
+    return KVCachePlan(num_blocks, bytes_per_block, min(wanted_len, num_tokens))

@@ -1,0 +1,159 @@
+"""Logits to tokens, one row per sequence, each row's outcome independent of every other row.
+
+Randomness is counter-based: the uniform number for a sequence's i-th token is a hash of (seed, i), so a seeded request
+repeats itself in any batch, after a preemption and after a restart. Order of the transforms as in vLLM: bias, forbidden
+tokens, penalties, temperature, min_p, top_k, top_p.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as AbstractSequence
+
+import torch
+
+from services.text_engine.core.batch import Logprobs, SampledToken
+from services.text_engine.core.sequence import Sequence
+
+_MASK = 2**64 - 1
+NON_FINITE = "the model produced logits that are not finite"
+
+
+class Sampler:
+    """Samples for sequences of one model.
+
+    vocab_size      ids from here on are padding of the lm_head and never sampled
+    banned_ids      never sampled (the image placeholder: it stands for input, not text)
+    eos_token_ids   held back while a sequence is below its min_tokens
+    """
+
+    def __init__(self, vocab_size: int, banned_ids: AbstractSequence[int], eos_token_ids: frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self.banned_ids = list(banned_ids)
+        self.eos_token_ids = eos_token_ids
+        self._process_seed = secrets.randbits(63)
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        """logits [num_rows, padded_vocab] fp32, may be overwritten -> one SampledToken per row."""
+        logits = logits[:, : self.vocab_size]
+        if self.banned_ids:
+            logits[:, self.banned_ids] = float("-inf")
+        best, greedy_ids = logits.max(dim=-1)
+        finite = torch.isfinite(best).tolist()
+        wanted_logprobs = self._logprobs(logits, sequences)
+        token_ids = greedy_ids.tolist()
+        special = [i for i, s in enumerate(sequences) if finite[i] and _needs_own_row(s)]
+        if special:
+            rows = logits[special]
+            for row, i in enumerate(special):
+                self._adjust(rows[row], sequences[i])
+            for i, token_id in zip(special, self._choose(rows, [sequences[i] for i in special]), strict=True):
+                token_ids[i] = token_id
+        return [
+            self._result(token_id, ok, chosen, row)
+            for token_id, ok, chosen, row in zip(token_ids, finite, wanted_logprobs, logits, strict=True)
+        ]
+
+    def _result(
+        self, token_id: int, ok: bool, logprobs: tuple[torch.Tensor, int] | None, row: torch.Tensor
+    ) -> SampledToken:
+        if not ok:
+            return SampledToken(-1, error=NON_FINITE)
+        if logprobs is None:
+            return SampledToken(token_id)
+        values, count = logprobs
+        top, ids = values.topk(min(count, row.numel())) if count else (values[:0], values[:0])
+        return SampledToken(token_id, Logprobs(float(values[token_id]), [int(i) for i in ids], top.tolist()))
+
+    def _logprobs(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[tuple[torch.Tensor, int] | None]:
+        """Log-probabilities of the model itself, before any transform, for the rows that asked."""
+        return [
+            None if s.sampling.logprobs is None else (torch.log_softmax(logits[i], dim=-1), s.sampling.logprobs)
+            for i, s in enumerate(sequences)
+        ]
+
+    # --- one row --------------------------------------------------------------------------------------------------
+
+    def _adjust(self, row: torch.Tensor, sequence: Sequence) -> None:
+        """Bias, forbidden tokens and penalties, in place. row [vocab]."""
+        sampling = sequence.sampling
+        if sampling.logit_bias:
+            ids = torch.tensor([t for t in sampling.logit_bias if t < self.vocab_size], dtype=torch.long)
+            values = [v for t, v in sampling.logit_bias.items() if t < self.vocab_size]
+            row[ids] += torch.tensor(values, dtype=row.dtype)
+        if sequence.num_generated_tokens < sampling.min_tokens:
+            held_back = [*(() if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
+            row[[t for t in held_back if t < self.vocab_size]] = float("-inf")
+        if sampling.needs_token_counts:
+            self._penalize(row, sequence)
+
+    def _penalize(self, row: torch.Tensor, sequence: Sequence) -> None:
+        sampling = sequence.sampling
+        output = self._counts(sequence.generated_token_ids)
+        if sampling.repetition_penalty != 1.0:
+            seen = (output + self._counts(sequence.token_ids[: sequence.num_prompt_tokens])) > 0
+            scaled = torch.where(row > 0, row / sampling.repetition_penalty, row * sampling.repetition_penalty)
+            row.copy_(torch.where(seen, scaled, row))
+        row -= sampling.frequency_penalty * output + sampling.presence_penalty * (output > 0)
+
+    def _counts(self, token_ids: list[int]) -> torch.Tensor:
+        """How often each id of the vocabulary occurs, [vocab]; image placeholders count for nothing."""
+        ids = torch.tensor(token_ids, dtype=torch.long)
+        counts = torch.bincount(ids[ids < self.vocab_size], minlength=self.vocab_size)
+        counts[self.banned_ids] = 0
+        return counts
+
+    # --- choosing -------------------------------------------------------------------------------------------------
+
+    def _choose(self, rows: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+        """rows [n, vocab], adjusted -> token ids."""
+        return [
+            int(row.argmax()) if s.sampling.is_greedy else self._draw(row, s)
+            for row, s in zip(rows, sequences, strict=True)
+        ]
+
+    def _draw(self, row: torch.Tensor, sequence: Sequence) -> int:
+        """One draw by inverting the cumulative distribution of what the filters leave of the row."""
+        sampling = sequence.sampling
+        probabilities = torch.softmax(row / sampling.temperature, dim=-1, dtype=torch.float64)
+        uses_order = 0 < sampling.top_k < self.vocab_size or sampling.top_p < 1.0
+        if sampling.min_p > 0.0:
+            probabilities = probabilities * (probabilities >= sampling.min_p * probabilities.max())
+        ids = None
+        if uses_order:
+            count = sampling.top_k if 0 < sampling.top_k < self.vocab_size else self.vocab_size
+            probabilities, ids = probabilities.topk(count)
+            if sampling.top_p < 1.0:
+                before = probabilities.cumsum(0) - probabilities
+                probabilities = probabilities * (before < sampling.top_p * probabilities.sum())
+        cumulative = probabilities.cumsum(0)
+        threshold = self._uniform(sequence) * float(cumulative[-1])
+        index = int(torch.searchsorted(cumulative, threshold, right=True))
+        index = min(index, int(probabilities.nonzero()[-1]))
+        return index if ids is None else int(ids[index])
+
+    def _uniform(self, sequence: Sequence) -> float:
+        """The number in [0, 1) that decides this sequence's next token: a hash of seed, choice and position."""
+        seed = sequence.sampling.seed
+        if seed is None:
+            seed = self._process_seed ^ (sequence.arrival << 1)
+        state = _splitmix64((seed & _MASK) ^ _splitmix64(sequence.index))
+        return (_splitmix64(state ^ _splitmix64(sequence.num_generated_tokens)) >> 11) / 2**53
+
+
+def _needs_own_row(sequence: Sequence) -> bool:
+    sampling = sequence.sampling
+    return (
+        not sampling.is_greedy
+        or bool(sampling.logit_bias)
+        or sampling.needs_token_counts
+        or sequence.num_generated_tokens < sampling.min_tokens
+    )
+
+
+def _splitmix64(value: int) -> int:
+    """Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (2014); a bijection that mixes all bits."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

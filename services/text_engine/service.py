@@ -1,0 +1,260 @@
+"""The story of one generate request: tokenize off the event loop, queue it, stream its events, abort it when the caller
+goes away. Owns the engine's thread and the fetching of embeddings; knows no HTTP of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+
+from services.text_engine.build import BuiltEngine, build_engine
+from services.text_engine.config import TextEngineSettings
+from services.text_engine.core.batch import Logprobs
+from services.text_engine.embedding_fetcher import EmbeddingFetcher
+from services.text_engine.engine import (
+    Engine,
+    EngineOutput,
+    EngineRequest,
+    RequestFailed,
+    RequestFinished,
+    TokenOutput,
+)
+from services.text_engine.engine_thread import EngineThread
+from services.text_engine.metrics import EngineMetrics
+from services.text_engine.prompt import Prompt
+from services.text_engine.tokenizer import Tokenizer
+from shared.embedding_cache import EmbeddingCache
+from shared.errors import DiptychError, InvalidRequest, NotReady, RequestAborted
+from shared.http_errors import wire_error
+from shared.log import get_logger
+from shared.sampling import SamplingParams
+from shared.wire import (
+    Failed,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    ImageRef,
+    ModelInfo,
+    Started,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenLogprob,
+    Tokens,
+)
+
+log = get_logger(__name__)
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
+
+
+class TextEngineService:
+    """Create it on the event loop that serves requests; `start` loads the model in the background."""
+
+    def __init__(self, settings: TextEngineSettings) -> None:
+        self.settings = settings
+        self.metrics = EngineMetrics()
+        self.load_error: Exception | None = None
+        self.is_draining = False
+        self._loop = asyncio.get_running_loop()
+        self._built: BuiltEngine | None = None
+        self._thread: EngineThread | None = None
+        self._fetcher: EmbeddingFetcher | None = None
+        self._http = httpx.AsyncClient(trust_env=False)
+        self._cache = EmbeddingCache(settings.redis_url, op_timeout_s=settings.redis_timeout_s)
+        self._streams: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._fetches: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Load the model without blocking the event loop, then run the engine. Raises what `build_engine` raises."""
+        built = await asyncio.to_thread(build_engine, self.settings, self._on_wanted)
+        self._fetcher = EmbeddingFetcher(
+            self._cache,
+            self._http,
+            hidden_size=built.info.hidden_size,
+            timeout_s=self.settings.embedding_timeout_s,
+        )
+        self._thread = EngineThread(built.engine, self._loop, self._deliver, self._on_step)
+        self._thread.start()
+        self._built = built
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.stop)
+        for task in self._fetches:
+            task.cancel()
+        await self._http.aclose()
+        await self._cache.close()
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        return self.why_not_ready() is None
+
+    def why_not_ready(self) -> str | None:
+        if self._thread is None:
+            return "the model is loading"
+        if self.is_draining:
+            return "the service is shutting down"
+        if not self._thread.is_alive:
+            return "the engine's thread has died"
+        if self._thread.seconds_in_step() > self.settings.step_timeout_s:
+            return f"the current step has been running for {self._thread.seconds_in_step():.0f} s"
+        return None
+
+    @property
+    def is_live(self) -> bool:
+        """False only for what a restart cures: a dead engine thread."""
+        return self._thread is None or self._thread.is_alive
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._require_built().info
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
+        """Run one request. Errors known beforehand are raised before the first event, later ones are the last event.
+
+        Close the iterator to abort: the request's blocks are free within a step.
+        """
+        built = self._require_built()
+        prompt = await asyncio.to_thread(_build_prompt, built, request)
+        engine_request = EngineRequest(
+            request_id=request.request_id,
+            token_ids=prompt.token_ids,
+            sampling=sampling_params(request),
+            images=prompt.images,
+            image_refs=prompt.image_refs,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        built.engine.check(engine_request)
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        outputs = self._streams[request.request_id] = asyncio.Queue()
+        is_over = False
+        try:
+            assert self._thread is not None
+            self._thread.add(engine_request)
+            yield Started(num_prompt_tokens=len(prompt.token_ids), num_image_tokens=prompt.num_image_tokens)
+            while not is_over:
+                output = await outputs.get()
+                is_over = not isinstance(output, TokenOutput)
+                yield _event(output, built.engine.tokenizer)
+        finally:
+            del self._streams[request.request_id]
+            if not is_over:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, running or not; a stream that is still read ends with an error event."""
+        if self._thread is not None:
+            self._thread.submit(lambda engine: engine.fail(request_id, RequestAborted("the request was aborted")))
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        built = self._require_built()
+        prompt = await asyncio.to_thread(_build_prompt, built, request)
+        max_model_len = built.info.max_model_len
+        return TokenizeResponse(count=len(prompt.token_ids), max_model_len=max_model_len, tokens=prompt.token_ids)
+
+    def _require_built(self) -> BuiltEngine:
+        reason = self.why_not_ready()
+        if reason is not None or self._built is None:
+            raise NotReady(f"the text engine is not ready: {reason}", retry_after_s=2.0)
+        return self._built
+
+    # --- from the engine's thread ---------------------------------------------------------------------------------
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            if isinstance(output, RequestFinished):
+                self.metrics.observe_finished(output)
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put_nowait(output)
+
+    def _on_step(self, engine: Engine, seconds: float) -> None:
+        self.metrics.observe_step(engine.scheduler, seconds)
+
+    def _on_wanted(self, ref: ImageRef) -> None:
+        self._loop.call_soon_threadsafe(self._start_fetch, ref)
+
+    # --- embeddings -----------------------------------------------------------------------------------------------
+
+    def _start_fetch(self, ref: ImageRef) -> None:
+        task = asyncio.create_task(self._fetch(ref))
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
+
+    async def _fetch(self, ref: ImageRef) -> None:
+        """Bring one embedding to the engine, or the news that it will not come."""
+        assert self._fetcher is not None
+        assert self._thread is not None
+        try:
+            rows = await self._fetcher.fetch(ref)
+        except DiptychError as caught:
+            error = caught  # the name of an except clause does not outlive it
+            log.warning("no embedding for an image", image_key=ref.image_key[:12], reason=error.message)
+            self._thread.submit(lambda engine: engine.image_failed(ref, error))
+        else:
+            self._thread.submit(lambda engine: engine.put_image(ref.image_key, rows))
+
+
+def sampling_params(request: GenerateRequest) -> SamplingParams:
+    """The request's sampling fields, checked. Raises InvalidRequest naming the field."""
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    given = {name: value for name, value in request.sampling.items() if name in known}
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}
+    return SamplingParams(**given)
+
+
+def _build_prompt(built: BuiltEngine, request: GenerateRequest | TokenizeRequest) -> Prompt:
+    if request.messages is not None:
+        return built.prompts.from_messages(request.messages, request.tools)
+    if request.prompt is None:
+        raise InvalidRequest("give either messages or prompt", param="messages")
+    return built.prompts.from_prompt(request.prompt, built.info.vocab_size)
+
+
+def _event(output: EngineOutput, tokenizer: Tokenizer) -> GenerateEvent:
+    if isinstance(output, RequestFailed):
+        return Failed(error=wire_error(output.error))
+    if isinstance(output, RequestFinished):
+        return Finished(
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_image_tokens=output.num_image_tokens,
+            num_cached_tokens=output.num_cached_tokens,
+            num_generated_tokens=output.num_generated_tokens,
+            timings=output.timings,
+        )
+    finish = output.finish
+    return Tokens(
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=[_token_logprob(t, logprobs, tokenizer) for t, logprobs in output.logprobs] or None,
+        finish_reason=None if finish is None else finish.reason,
+        stop_reason=None if finish is None else finish.stop_reason,
+    )
+
+
+def _token_logprob(token_id: int, logprobs: Logprobs, tokenizer: Tokenizer) -> TokenLogprob:
+    top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    return TokenLogprob(
+        **_named(token_id, logprobs.logprob, tokenizer),
+        top=[TokenLogprob(**_named(top_id, logprob, tokenizer)) for top_id, logprob in top],
+    )
+
+
+def _named(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A token under its readable name: its text, or the special token's spelling, which adds no text."""
+    raw = tokenizer.token_bytes(token_id)
+    token = raw.decode("utf-8", "replace") or tokenizer.token_string(token_id) or ""
+    return {"token_id": token_id, "token": token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}

@@ -1,0 +1,83 @@
+"""Loads a service's settings; a bad one stops the start with one readable message per variable.
+
+The fields themselves, with default and unit, live in each service's `config.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings
+
+from shared.log import redact
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class SettingsError(ValueError):
+    """One line per bad setting: the variable, its value, what was wanted."""
+
+
+def _blank_is_unset(value: object) -> object:
+    return None if isinstance(value, str) and not value.strip() else value
+
+
+# Every service and every hosting platform knows this name, so it takes no prefix. Unset or blank: no cache.
+RedisUrl = Annotated[
+    str | None,
+    Field(validation_alias=AliasChoices("redis_url", "REDIS_URL"), pattern=r"^(rediss?|unix)://"),
+    BeforeValidator(_blank_is_unset),
+]
+
+
+def load_settings(cls: type[Settings], **overrides: Any) -> Settings:
+    """`cls` from the environment, with `overrides` (command-line options) winning over it.
+
+    An override of None counts as not given. Raises SettingsError naming every bad setting.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return cls(**given)
+    except ValidationError as error:
+        lines = [_explain(cls, details, given) for details in error.errors(include_url=False)]
+        raise SettingsError("\n".join(lines)) from None
+
+
+def env_name(cls: type[BaseSettings], field: str) -> str:
+    """The environment variable that sets `field`: its own alias if it has one, else the prefix and its name."""
+    info = cls.model_fields[field]
+    alias = info.validation_alias
+    if isinstance(alias, AliasChoices):
+        names = [str(choice) for choice in alias.choices]
+        return next((name for name in names if name in os.environ), names[-1])
+    if isinstance(alias, str):
+        return alias
+    return f"{cls.model_config.get('env_prefix', '')}{field}".upper()
+
+
+def _explain(cls: type[BaseSettings], details: ErrorDetails, given: dict[str, Any]) -> str:
+    """`DIPTYCH_ENCODER_PORT = 'abc': Input should be a valid integer`, or the option that was given instead."""
+    field = _field_of(cls, details["loc"])
+    if field is None:
+        where = ".".join(str(part) for part in details["loc"]) or cls.__name__
+    else:
+        where = f"--{field.replace('_', '-')}" if field in given else env_name(cls, field)
+    if details["type"] == "missing":
+        description = cls.model_fields[field].description if field else None
+        return f"{where} is not set" + (f"; wanted: {description}" if description else "")
+    return f"{where} = {redact(repr(details['input']))}: {details['msg']}"
+
+
+def _field_of(cls: type[BaseSettings], location: tuple[int | str, ...]) -> str | None:
+    """pydantic reports a field under its name or under any of its aliases."""
+    if not location:
+        return None
+    for name, info in cls.model_fields.items():
+        alias = info.validation_alias
+        aliases = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        if location[0] == name or location[0] in aliases:
+            return name
+    return None

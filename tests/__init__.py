@@ -1,0 +1,1 @@
+"""Tests; importable, so that they can share the tiny checkpoints."""

@@ -1,0 +1,1 @@
+"""The text engine's decoder against transformers, on tiny random checkpoints."""
