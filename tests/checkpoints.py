@@ -113,6 +113,7 @@ TEXT_RECIPES: Final[dict[str, Recipe]] = {
         },
     ),
     "mistral": Recipe("MistralForCausalLM", {"sliding_window": 32}),
+    "mistral_one_layer": Recipe("MistralForCausalLM", {"sliding_window": 32, "num_hidden_layers": 1}),
     "mistral_window_null": Recipe("MistralForCausalLM", {"sliding_window": None}),
 }
 

@@ -1,5 +1,6 @@
-"""Assembles an engine from its settings: checkpoint, device, kernels, KV cache, scheduler. The only place that knows all
-the parts.
+"""Assembles an engine from its settings: checkpoint, device, kernels, KV cache, scheduler.
+
+The only place that knows all the parts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from services.text_engine.kernels.interface import Kernels
 from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import load_native
 from services.text_engine.models.config import ModelConfig
+from services.text_engine.models.decoder import attention_shapes
+from services.text_engine.models.dtype import choose_dtype
+from services.text_engine.models.families import load_model_config
 from services.text_engine.models.weights import load_decoder
 from services.text_engine.prompt import PromptBuilder
 from services.text_engine.runner.kv_cache import BLOCK_SIZE, KVCachePlan, memory_budget, plan_kv_cache
@@ -59,7 +63,7 @@ def build_engine(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], N
     started = time.monotonic()
     device = _choose_device(settings)
     _set_threads(settings.num_threads)
-    config = ModelConfig.from_folder(settings.model)
+    config = load_model_config(settings.model)
     dtype = choose_dtype(settings.dtype, device)
     attention, kernels = _choose_kernels(settings, device, dtype)
     name = settings.served_model_name or settings.model.name

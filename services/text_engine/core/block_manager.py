@@ -31,11 +31,15 @@ class BlockManager:
 
         The last token is never covered: it is always recomputed, or there would be no logits to sample from.
         """
+        return self._find_cached(sequence, 0)
+
+    def _find_cached(self, sequence: Sequence, first: int) -> list[int]:
+        """Published blocks that hold the sequence's blocks `first` and on, up to the first that is missing."""
         if not self.enable_prefix_caching:
             return []
         hashes = extend_block_hashes(sequence, self.block_size)
         blocks: list[int] = []
-        for block_hash in hashes[: (sequence.num_tokens - 1) // self.block_size]:
+        for block_hash in hashes[first : (sequence.num_tokens - 1) // self.block_size]:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break
@@ -55,6 +59,22 @@ class BlockManager:
         self.pool.share(cached_prefix)
         sequence.block_table = list(cached_prefix)
         sequence.num_computed_tokens = len(cached_prefix) * self.block_size
+
+    def adopt_cached(self, sequence: Sequence) -> int:
+        """Let a running sequence go on from blocks that another one has published since it started.
+
+        Its own, partly filled last block is given back. Returns the number of tokens it need not compute.
+        """
+        first = sequence.num_computed_tokens // self.block_size
+        found = self._find_cached(sequence, first)
+        if not found:
+            return 0
+        self.pool.share(found)
+        self.pool.free(reversed(sequence.block_table[first:]))
+        sequence.block_table[first:] = found
+        num_saved = (first + len(found)) * self.block_size - sequence.num_computed_tokens
+        sequence.num_computed_tokens += num_saved
+        return num_saved
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False, with nothing taken, if the pool cannot."""

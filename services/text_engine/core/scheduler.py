@@ -137,9 +137,17 @@ class Scheduler:
             num_short -= is_short
             budget = step.budget if is_short or num_short == 0 else max(step.budget - quarter, 0)
             if sequence.status is SequenceStatus.RUNNING:
-                self._schedule_running(step, sequence, min(budget, sequence.num_uncomputed_tokens))
+                self._continue_prompt(step, sequence, budget)
             elif len(self.running) < self.max_num_seqs and not self._try_start(step, sequence, budget):
                 break
+
+    def _continue_prompt(self, step: _Step, sequence: Sequence, budget: int) -> None:
+        """The next chunk of an unfinished prompt, unless somebody else has computed it, or is about to."""
+        num_saved = self.blocks.adopt_cached(sequence)
+        if sequence.num_cached_tokens is not None:
+            sequence.num_cached_tokens += num_saved
+        if not self._is_being_computed(step, sequence, sequence.num_computed_tokens // self.blocks.block_size):
+            self._schedule_running(step, sequence, min(budget, sequence.num_uncomputed_tokens))
 
     def _try_start(self, step: _Step, sequence: Sequence, budget: int) -> bool:
         """Admit a waiting sequence. False: memory is short, so nobody behind it may overtake it."""
@@ -161,20 +169,16 @@ class Scheduler:
         self._add_to_step(step, sequence, num_new_tokens)
         return True
 
-    def _is_being_computed(self, step: _Step, sequence: Sequence, num_cached_blocks: int) -> bool:
+    def _is_being_computed(self, step: _Step, sequence: Sequence, num_blocks_done: int) -> bool:
         """Whether most of what this sequence still needs is computed in this very step for another one: then it waits
         a step and finds it in the prefix cache (the same new picture asked about by many at once)."""
-        if not self.blocks.enable_prefix_caching:
-            return False
-        missing = extend_block_hashes(sequence, self.blocks.block_size)[num_cached_blocks:]
+        block_size = self.blocks.block_size
         num_coming = 0
-        for block_hash in missing:
+        for block_hash in extend_block_hashes(sequence, block_size)[num_blocks_done:]:
             if block_hash not in step.pending_hashes:
                 break
             num_coming += 1
-        return (
-            num_coming * self.blocks.block_size * 2 > sequence.num_tokens - num_cached_blocks * self.blocks.block_size
-        )
+        return 2 * num_coming * block_size > sequence.num_tokens - num_blocks_done * block_size
 
     # --- running sequences ----------------------------------------------------------------------------------------
 

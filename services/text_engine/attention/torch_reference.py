@@ -1,0 +1,71 @@
+"""Attention in plain PyTorch, one sequence at a time: slow, on any device, and the oracle for the other backends."""
+
+from __future__ import annotations
+
+import torch
+
+from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
+
+
+class TorchReferenceAttention:
+    """Satisfies `AttentionBackend`. Gathers a sequence's keys and values, then one fp32 softmax over all scores."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int, shape: AttentionShape) -> torch.Tensor:
+        """[2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values."""
+        size = (2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Shapes: see `AttentionBackend.attend`; kv_cache as `allocate_kv_cache` makes it."""
+        _store(key, kv_cache[0], metadata.slot_mapping)
+        _store(value, kv_cache[1], metadata.slot_mapping)
+        output = torch.empty_like(query)
+        starts = metadata.cu_seqlens_q.tolist()
+        for i, seq_len in enumerate(metadata.seq_lens.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            keys = _gather(kv_cache[0], metadata.block_tables[i], seq_len)
+            values = _gather(kv_cache[1], metadata.block_tables[i], seq_len)
+            output[rows] = _attend_one(query[rows].float(), keys, values, shape).to(query.dtype)
+        return output.flatten(1)
+
+
+def _store(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """new [num_tokens, num_kv_heads, head_dim] into cache [num_blocks, block_size, num_kv_heads, head_dim]."""
+    cache.flatten(0, 1)[slot_mapping] = new.to(cache.dtype)
+
+
+def _gather(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """The first seq_len positions of one sequence -> [seq_len, num_kv_heads, head_dim] fp32."""
+    num_blocks = -(-seq_len // cache.shape[1])
+    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len].float()
+
+
+def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """The last num_new positions of one sequence over all its positions, in fp32.
+
+    query         [num_new, num_heads, head_dim]
+    keys, values  [seq_len, num_kv_heads, head_dim]
+    returns       [num_new, num_heads, head_dim]
+    """
+    num_new, seq_len = query.shape[0], keys.shape[0]
+    grouped_query = query.view(num_new, shape.num_kv_heads, -1, shape.head_dim)
+    scores = torch.einsum("qkgd,skd->kgqs", grouped_query, keys) * shape.scale
+    position = torch.arange(seq_len, device=query.device)
+    distance = position[seq_len - num_new :, None] - position  # [num_new, seq_len]
+    visible = distance >= 0
+    if shape.sliding_window is not None:
+        visible &= distance < shape.sliding_window
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("kgqs,skd->qkgd", weights, values).flatten(1, 2)

@@ -1,0 +1,118 @@
+// The arithmetic of attention for a tile of positions: scores, their softmax weights, weighted values, and the merge of
+// two tiles' results. attention.cpp decides which vectors meet which tiles, and where those are.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "register_block.h"
+
+namespace diptych {
+
+constexpr int BLOCK = 16;
+constexpr int TILE_BLOCKS = 16;
+constexpr int TILE = BLOCK * TILE_BLOCKS;
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_VECTORS = 48;  // per work item: its scores, 48 x 256 fp32, live in the first- and second-level cache
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// ---- the two products -------------------------------------------------------------------------------------------
+
+// Blocks lie anywhere in memory, out of reach of the hardware's own prefetching. So each product fetches, step by step,
+// what lies COLUMNS pointers further on: its callers end the pointer arrays with what will be read next.
+
+// scores[r][n * WIDTH + i] = queries[r] . key i of column n; a column is WIDTH slots of one block.
+template <class Element, int R, int N>
+inline void score(const int32_t* const* queries, const int32_t* const* columns, int num_lanes, float* scores) {
+    F32 sums[R][N] = {};
+    for (int lane = 0; lane < num_lanes; ++lane) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) __builtin_prefetch(columns[n + COLUMNS] + lane * BLOCK);
+        accumulate<Element>(
+            sums, [&](int r) { return queries[r][lane]; },
+            [&](int n) { return load<I32>(columns[n] + lane * BLOCK); });
+    }
+    store_block(sums, scores, TILE);
+}
+
+// output[r][0 : N * WIDTH] = weights[r] . values, over the slots of `num_blocks` blocks.
+template <class Element, int R, int N>
+inline void weigh(const float* weights, const int32_t* const* values, int num_blocks, int head_dim, float* output) {
+    constexpr int LANES = BLOCK / Element::PER_LANE;
+    F32 sums[R][N] = {};
+    for (int block = 0; block < num_blocks; ++block) {
+        const int32_t* block_weights = (const int32_t*)weights + block * LANES;
+        for (int lane = 0; lane < LANES; ++lane) {
+            prefetch<N>(values[block + COLUMNS] + lane * head_dim);
+            accumulate<Element>(
+                sums, [&](int r) { return block_weights[r * TILE + lane]; },
+                [&](int n) { return load<I32>(values[block] + lane * head_dim + n * WIDTH); });
+        }
+    }
+    store_block(sums, output, head_dim);
+}
+
+// ---- softmax ----------------------------------------------------------------------------------------------------
+
+// What some positions contribute to each of several vectors: softmax's maximum (base 2) and sum, the unnormalized output.
+struct Partial {
+    float* max;
+    float* sum;
+    float* output;  // [num_vectors, head_dim]
+
+    Partial(float* memory, int num_vectors)
+        : max(memory), sum(memory + num_vectors), output(memory + 2 * num_vectors) {}
+
+    static int64_t size(int num_vectors, int head_dim) { return (int64_t)num_vectors * (head_dim + 2); }
+};
+
+// Turns the scores of slots [0, num_slots) into weights, in place and in the cache's element type. Slots outside
+// [first, last) weigh exactly 0 whatever their score, NaN included.
+template <class Element>
+inline void weights_from_scores(float* scores, int num_slots, int first, int last, float scale_log2, float& max_out,
+                         float& sum_out) {
+    I32 index;
+    for (int i = 0; i < WIDTH; ++i) index[i] = i;
+    F32 highest = splat(NOTHING);
+    for (int slot = 0; slot < num_slots; slot += WIDTH) {
+        F32 x = load<F32>(scores + slot) * splat(scale_log2);
+        if (slot < first || slot + WIDTH > last) {
+            const I32 visible = (index >= splat(first - slot)) & (index < splat(last - slot));
+            x = (F32)(((I32)x & visible) | ((I32)splat(NOTHING) & ~visible));
+        }
+        store(scores + slot, x);
+        highest = max(highest, x);
+    }
+    max_out = reduce_max(highest);
+    const F32 origin = splat(max_out == NOTHING ? 0.0f : max_out);
+    auto* weights = (typename Element::Scalar*)scores;
+    F32 sums = {};
+    for (int slot = 0; slot < num_slots; slot += WIDTH) {
+        const F32 weight = exp2(load<F32>(scores + slot) - origin);
+        Element::narrow(weights + slot, weight);
+        sums += weight;
+    }
+    sum_out = reduce_sum(sums);
+}
+
+inline void merge(Partial& total, const Partial& tile, int num_vectors, int head_dim) {
+    for (int v = 0; v < num_vectors; ++v) {
+        if (tile.max[v] == NOTHING) continue;
+        const float highest = std::max(total.max[v], tile.max[v]);
+        const F32 keep = exp2(splat(total.max[v] - highest));
+        const F32 add = exp2(splat(tile.max[v] - highest));
+        total.max[v] = highest;
+        total.sum[v] = total.sum[v] * keep[0] + tile.sum[v] * add[0];
+        float* into = total.output + v * head_dim;
+        const float* from = tile.output + v * head_dim;
+        for (int d = 0; d < head_dim; d += WIDTH) store(into + d, load<F32>(into + d) * keep + load<F32>(from + d) * add);
+    }
+}
+
+inline void clear(Partial& total, int num_vectors, int head_dim) {
+    std::fill_n(total.max, num_vectors, NOTHING);
+    std::fill_n(total.sum, num_vectors, 0.0f);
+    std::fill_n(total.output, (int64_t)num_vectors * head_dim, 0.0f);
+}
+
+}  // namespace diptych

@@ -1,0 +1,38 @@
+"""Which number format the decoder computes in."""
+
+from __future__ import annotations
+
+import platform
+from typing import Final
+
+import torch
+
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
+    """The dtype called `requested`, or the device's best for "auto": bf16 where it has bf16 arithmetic.
+
+    Without it fp32 on a CPU (bf16 would be emulated, several times slower) and fp16 on a GPU. Raises ValueError.
+    """
+    if requested == "auto":
+        if has_bfloat16(device):
+            return torch.bfloat16
+        return torch.float32 if device.type == "cpu" else torch.float16
+    if requested not in DTYPES:
+        raise ValueError(f"dtype is {requested!r}; supported: auto, {', '.join(DTYPES)}")
+    if requested == "float16" and device.type == "cpu":
+        raise ValueError("dtype is 'float16', which is for GPUs; on a CPU use bfloat16, float32 or auto")
+    return DTYPES[requested]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether `device` multiplies bf16 matrices in hardware."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # built without oneDNN
+        return False
+    if platform.machine() in ("x86_64", "AMD64"):
+        # oneDNN calls bf16 supported on any AVX-512 machine, where it may be emulated.
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

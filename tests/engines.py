@@ -1,0 +1,157 @@
+"""Engines on tiny checkpoints for tests, driven step by step in the test's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.text_engine.build import build_engine
+from services.text_engine.config import TextEngineSettings
+from services.text_engine.core.batch import Batch
+from services.text_engine.core.sequence import ImageSpan
+from services.text_engine.engine import (
+    Engine,
+    EngineOutput,
+    EngineRequest,
+    RequestFailed,
+    RequestFinished,
+    TokenOutput,
+)
+from shared.errors import DiptychError
+from shared.sampling import SamplingParams
+from shared.wire import ImageRef
+
+
+@dataclass
+class Answer:
+    """Everything one request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    finished: RequestFinished | None = None
+    error: DiptychError | None = None
+    num_outputs: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished is not None or self.error is not None
+
+
+class EngineDriver:
+    """One engine, its answers so far, and invariants checked after every step.
+
+    pictures   image key -> rows [num_tokens, hidden]; delivered as soon as the engine asks unless `hold_images`
+    """
+
+    def __init__(self, folder: Path, *, hold_images: bool = False, **settings: Any) -> None:
+        options: dict[str, Any] = {
+            "model": folder,
+            "dtype": "float32",
+            "device": "cpu",
+            "attention_backend": "reference",
+            "kv_cache_memory": "64MiB",
+            "num_threads": 1,
+        }
+        self.wanted: list[ImageRef] = []
+        built = build_engine(TextEngineSettings(**(options | settings)), self.wanted.append)
+        self.engine: Engine = built.engine
+        self.prompts = built.prompts
+        self.info = built.info
+        self.hold_images = hold_images
+        self.pictures: dict[str, torch.Tensor] = {}
+        self.answers: dict[str, Answer] = {}
+        self.batches: list[Batch] = []
+        schedule = self.engine.scheduler.schedule
+
+        def recorded() -> Batch:
+            batch = schedule()
+            self.batches.append(batch)
+            return batch
+
+        self.engine.scheduler.schedule = recorded  # type: ignore[method-assign]
+
+    def add(
+        self, request_id: str, token_ids: Sequence[int], *, images: Sequence[ImageSpan] = (), **sampling: Any
+    ) -> None:
+        priority = sampling.pop("priority", 0)
+        salt = sampling.pop("cache_salt", "")
+        sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | sampling
+        refs = tuple(
+            ImageRef(image_key=span.image_key, num_tokens=span.num_tokens, width=1, height=1, encoder_url="http://x")
+            for span in images
+        )
+        self.answers[request_id] = Answer()
+        self.engine.add(
+            EngineRequest(
+                request_id=request_id,
+                token_ids=list(token_ids),
+                sampling=SamplingParams(**sampling),
+                images=tuple(images),
+                image_refs=refs,
+                priority=priority,
+                cache_salt=salt,
+            )
+        )
+
+    def step(self) -> bool:
+        """False: nothing can run."""
+        if not self.hold_images:
+            self.deliver_images()
+        outputs = self.engine.step()
+        self._take(outputs or [])
+        self.check_invariants()
+        return outputs is not None
+
+    def deliver_images(self) -> None:
+        while self.wanted:
+            ref = self.wanted.pop()
+            self._take(self.engine.put_image(ref.image_key, self.pictures[ref.image_key]))
+
+    def run(self, max_steps: int = 10_000) -> dict[str, Answer]:
+        """Step until every request is over."""
+        for _ in range(max_steps):
+            if not self.step() and not self.wanted:
+                break
+        assert all(answer.is_over for answer in self.answers.values()), "requests are stuck"
+        return self.answers
+
+    def generate(self, token_ids: Sequence[int], **options: Any) -> Answer:
+        """One request from start to end."""
+        request_id = f"request-{len(self.answers)}"
+        self.add(request_id, token_ids, **options)
+        return self.run()[request_id]
+
+    def check_invariants(self) -> None:
+        scheduler = self.engine.scheduler
+        pool = scheduler.blocks.pool
+        assert pool.num_free + pool.num_referenced + pool.num_cached == pool.num_blocks
+        held = {block for sequence in scheduler.running for block in sequence.block_table}
+        assert len(held) == pool.num_referenced
+        for sequence in scheduler.running:
+            assert len(sequence.block_table) * scheduler.blocks.block_size >= sequence.num_computed_tokens
+        if not scheduler.has_work:
+            assert pool.num_referenced == 0
+            assert self.engine.num_requests == 0
+
+    def _take(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            answer = self.answers[output.request_id]
+            if isinstance(output, TokenOutput):
+                assert answer.finish_reason is None or output.index > 0
+                answer.token_ids += output.token_ids
+                answer.text += output.text
+                answer.num_outputs += 1
+                if output.finish is not None:
+                    answer.finish_reason = output.finish.reason
+            elif isinstance(output, RequestFinished):
+                answer.finished = output
+            elif isinstance(output, RequestFailed):
+                answer.error = output.error
+
+
+DriverFactory = Callable[..., EngineDriver]

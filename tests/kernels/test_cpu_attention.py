@@ -1,0 +1,208 @@
+"""The CPU attention backend against softmax(QK^T)V in fp64, over ragged batches in a holed and shuffled cache."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.text_engine.attention.cpu_backend import BLOCK_SIZE, CpuAttention
+from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
+from tests.kernels.native_libraries import INSTRUCTION_SETS, native_library
+
+# Largest difference from the fp64 oracle, for values of unit variance. bf16: the output's own rounding, 2^-9 relative,
+# and that of the softmax weights.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Sequences:
+    """Random tokens of several sequences, each with its own scattered blocks of one cache whose every slot is NaN."""
+
+    shape: AttentionShape
+    lengths: list[int]
+    dtype: torch.dtype
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def tokens(length: int, num_heads: int) -> torch.Tensor:
+            return torch.randn(length, num_heads, self.shape.head_dim, generator=generator).to(self.dtype)
+
+        self.queries = [tokens(length, self.shape.num_heads) for length in self.lengths]
+        self.keys = [tokens(length, self.shape.num_kv_heads) for length in self.lengths]
+        self.values = [tokens(length, self.shape.num_kv_heads) for length in self.lengths]
+        blocks = list(range(1, self.num_blocks))
+        random.Random(self.seed).shuffle(blocks)
+        self.tables = [[blocks.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in self.lengths]
+
+    @property
+    def num_blocks(self) -> int:
+        """A few more than the sequences need, so that some are used by none."""
+        return sum(-(-length // BLOCK_SIZE) for length in self.lengths) + 3
+
+    def step(self, spans: list[tuple[int, int]]) -> tuple[tuple[torch.Tensor, ...], AttentionMetadata]:
+        """The (query, key, value) and metadata of one step in which sequence i computes positions spans[i]."""
+        tables = torch.zeros(len(spans), max(map(len, self.tables)), dtype=torch.int32)
+        slots = []
+        for row, (table, (start, stop)) in enumerate(zip(self.tables, spans, strict=True)):
+            used = table[: -(-stop // BLOCK_SIZE)]
+            tables[row, : len(used)] = torch.tensor(used, dtype=torch.int32)
+            slots += [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(start, stop)]
+        counts = torch.tensor([0] + [stop - start for start, stop in spans])
+        metadata = AttentionMetadata(
+            cu_seqlens_q=counts.cumsum(0).int(),
+            seq_lens=torch.tensor([stop for _, stop in spans], dtype=torch.int32),
+            block_tables=tables,
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        )
+        # Views into one buffer, as the decoder's fused qkv projection gives them.
+        fused = torch.cat(
+            [
+                torch.cat([tensors[row][start:stop] for row, (start, stop) in enumerate(spans)])
+                for tensors in (self.queries, self.keys, self.values)
+            ],
+            dim=1,
+        )
+        num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        return fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1), metadata
+
+    def expected(self, row: int) -> torch.Tensor:
+        """[length, num_heads * head_dim] fp64"""
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        length = self.lengths[row]
+        query = self.queries[row].double().transpose(0, 1)
+        key, value = (
+            tensor[row].double().repeat_interleave(group, dim=1).transpose(0, 1) for tensor in (self.keys, self.values)
+        )
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        window = self.shape.sliding_window or length
+        scores = (query @ key.transpose(1, 2) * self.shape.scale).masked_fill(
+            (distance < 0) | (distance >= window), -torch.inf
+        )
+        return (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
+
+
+def run(sequences: Sequences, instruction_set: str, steps: list[list[tuple[int, int]]]) -> list[torch.Tensor]:
+    """Each sequence's outputs, put together from the steps that computed them."""
+    attention = CpuAttention(native_library(instruction_set), sequences.dtype)
+    cache = attention.allocate_kv_cache(sequences.num_blocks, BLOCK_SIZE, sequences.shape).fill_(torch.nan)
+    outputs: list[list[torch.Tensor]] = [[] for _ in sequences.lengths]
+    for spans in steps:
+        qkv, metadata = sequences.step(spans)
+        output = attention.attend(*qkv, cache, metadata, sequences.shape)
+        for parts, part in zip(outputs, output.split([stop - start for start, stop in spans]), strict=True):
+            parts.append(part)
+    return [torch.cat(parts) for parts in outputs]
+
+
+def whole(lengths: list[int]) -> list[list[tuple[int, int]]]:
+    return [[(0, length) for length in lengths]]
+
+
+def chunked(lengths: list[int], chunk: int) -> list[list[tuple[int, int]]]:
+    return [
+        [(min(start, length), min(start + chunk, length)) for length in lengths]
+        for start in range(0, max(lengths), chunk)
+    ]
+
+
+def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
+    return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5, window)
+
+
+shapes = st.builds(
+    lambda group, num_kv_heads, head_dim, window: shape_of(group * num_kv_heads, num_kv_heads, head_dim, window),
+    st.sampled_from([1, 2, 3, 4, 7, 8]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([8, 16, 20, 32, 64, 80, 96, 128, 256]),
+    st.sampled_from([None, None, 1, 16, 37, 300]),
+)
+lengths_lists = st.lists(
+    st.sampled_from([1, 2, 15, 16, 17, 31, 48, 61, 127, 255, 256, 257, 401]), min_size=1, max_size=3
+)
+all_instruction_sets = pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@all_instruction_sets
+@both_dtypes
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes, lengths=lengths_lists, chunk=st.sampled_from([7, 16, 64, 1000]), seed=st.integers(0, 1000))
+def test_it_equals_the_formula_and_never_reads_an_unused_slot(instruction_set, dtype, shape, lengths, chunk, seed):
+    sequences = Sequences(shape, lengths, dtype, seed)
+    for row, output in enumerate(run(sequences, instruction_set, chunked(lengths, chunk))):
+        torch.testing.assert_close(output.double(), sequences.expected(row), rtol=0, atol=TOLERANCE[dtype])
+
+
+@all_instruction_sets
+@both_dtypes
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("chunk", [1, 13, 16, 128])
+def test_a_chunked_prompt_gives_the_bits_of_a_whole_one(instruction_set, dtype, window, chunk):
+    sequences = Sequences(shape_of(6, 2, 32, window), [530, 41, 17], dtype)
+    expected = run(sequences, instruction_set, whole(sequences.lengths))
+    for output, reference in zip(
+        run(sequences, instruction_set, chunked(sequences.lengths, chunk)), expected, strict=True
+    ):
+        assert torch.equal(output, reference)
+
+
+@all_instruction_sets
+@both_dtypes
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(instruction_set, dtype):
+    sequences = Sequences(shape_of(6, 2, 32), [300, 41, 270], dtype)
+    together = run(sequences, instruction_set, whole(sequences.lengths))
+    alone = [[(0, length if row == i else 0) for row, length in enumerate(sequences.lengths)] for i in range(3)]
+    for output, reference in zip(run(sequences, instruction_set, alone), together, strict=True):
+        assert torch.equal(output, reference)
+
+
+@pytest.fixture
+def set_num_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@all_instruction_sets
+@both_dtypes
+@pytest.mark.parametrize("window", [None, 700])
+def test_the_number_of_threads_does_not_change_a_bit(instruction_set, dtype, window, set_num_threads):
+    # The last steps are one long sequence's: with several threads its tiles are shared among them and merged.
+    sequences = Sequences(shape_of(6, 2, 64, window), [1500, 41], dtype)
+    steps = [[(0, 1490), (0, 41)], [(1490, 1499), (41, 41)], [(1499, 1500), (41, 41)]]
+    outputs = []
+    for num_threads in (1, 2, 5):
+        set_num_threads(num_threads)
+        outputs.append(torch.cat(run(sequences, instruction_set, steps)))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@all_instruction_sets
+@both_dtypes
+def test_many_query_heads_may_share_one_key_head(instruction_set, dtype):
+    sequences = Sequences(shape_of(71, 1, 64), [35], dtype)  # more than one work item holds
+    [output] = run(sequences, instruction_set, [[(0, 34)], [(34, 35)]])
+    torch.testing.assert_close(output.double(), sequences.expected(0), rtol=0, atol=TOLERANCE[dtype])
+
+
+@all_instruction_sets
+def test_large_scores_do_not_overflow(instruction_set):
+    sequences = Sequences(AttentionShape(2, 1, 32, scale=50.0), [40], torch.float32)
+    [output] = run(sequences, instruction_set, whole([40]))
+    torch.testing.assert_close(output.double(), sequences.expected(0), rtol=0, atol=1e-2)
+
+
+def test_a_block_size_or_a_dtype_that_the_kernels_lack_is_refused():
+    library = native_library(next(iter(INSTRUCTION_SETS)))
+    with pytest.raises(ValueError, match="blocks of 16 tokens, not 32"):
+        CpuAttention(library, torch.bfloat16).allocate_kv_cache(4, 32, shape_of(1, 1, 64))
+    with pytest.raises(ValueError, match="float16"):
+        CpuAttention(library, torch.float16)
