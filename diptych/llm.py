@@ -1,0 +1,208 @@
+"""`LLM`: batches of prompts and pictures answered in this process, without servers.
+
+The same engine and the same vision encoder as the services run, driven by one loop; answers are the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diptych.models import resolve
+from diptych.vision import LocalEncoder
+from services.text_engine.build import build_engine
+from services.text_engine.config import TextEngineSettings
+from services.text_engine.engine import EngineRequest, RequestFailed, RequestFinished, TokenOutput
+from services.text_engine.prompt import Prompt
+from shared.errors import DiptychError, InvalidRequest
+from shared.log import get_logger
+from shared.sampling import SamplingParams
+from shared.settings import load_settings
+from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart
+
+Image = str | Path | bytes
+Message = dict[str, Any]
+OnProgress = Callable[[int, int], None]
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer to one prompt."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Output:
+    """All answers to one prompt, or the reason why there is none.
+
+    error   the batch goes on when one prompt fails
+    """
+
+    choices: list[Choice]
+    num_prompt_tokens: int = 0
+    num_image_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: DiptychError | None = None
+
+    @property
+    def text(self) -> str:
+        """The first answer. Raises the prompt's error if it failed."""
+        if self.error is not None:
+            raise self.error
+        return self.choices[0].text
+
+
+class LLM:
+    """A model loaded into this process.
+
+        llm = LLM("demo")
+        [output] = llm.chat([[{"role": "user", "content": ["What is this?", Path("cat.png")]}]])
+        print(output.text)
+
+    model      a folder in Hugging Face format, a hub id, "demo" or "smollm2"
+    settings   any field of TextEngineSettings: dtype, max_model_len, kv_cache_memory, max_num_seqs ...
+    Raises SettingsError for a bad setting, ValueError or OSError for a checkpoint that cannot be loaded.
+    """
+
+    def __init__(self, model: str | Path = "demo", **settings: Any) -> None:
+        folder = resolve(str(model), say=log.info).folder
+        self._wanted: list[ImageRef] = []
+        self._built = build_engine(load_settings(TextEngineSettings, model=folder, **settings), self._wanted.append)
+        self._encoder = LocalEncoder(folder) if self._built.info.supports_images else None
+        self._images: dict[str, bytes] = {}
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+    ) -> list[Output]:
+        """Complete plain prompts (text or token ids), all in one batch; outputs in the prompts' order."""
+        vocab_size = self._built.info.vocab_size
+        builders = [partial(self._built.prompts.from_prompt, prompt, vocab_size) for prompt in prompts]
+        return self._run(builders, sampling, on_progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sampling: SamplingParams | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+    ) -> list[Output]:
+        """Answer conversations, all in one batch.
+
+        A message is {"role", "content"}; content is a string or a list whose items are strings (text), paths or bytes
+        (images), in any order.
+        """
+        return self._run([partial(self._prompt, c) for c in conversations], sampling, on_progress)
+
+    # --- one batch ------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, builders: Sequence[Callable[[], Prompt]], sampling: SamplingParams | None, on_progress: OnProgress | None
+    ) -> list[Output]:
+        sampling = sampling or SamplingParams(temperature=0.0)
+        outputs: dict[str, Output] = {}
+        for build in builders:
+            request_id = str(self._num_requests)
+            self._num_requests += 1
+            output = outputs[request_id] = Output([Choice() for _ in range(sampling.n)])
+            try:
+                self._add(request_id, build(), sampling)
+            except DiptychError as error:
+                output.error = error
+        num_pending = sum(output.error is None for output in outputs.values())
+        while num_pending:
+            num_pending -= self._step(outputs)
+            if on_progress is not None:
+                on_progress(len(outputs) - num_pending, len(outputs))
+        self._images.clear()
+        return list(outputs.values())
+
+    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+        self._built.engine.add(
+            EngineRequest(
+                request_id=request_id,
+                token_ids=prompt.token_ids,
+                sampling=sampling,
+                images=prompt.images,
+                image_refs=prompt.image_refs,
+            )
+        )
+
+    def _step(self, outputs: dict[str, Output]) -> int:
+        """One engine step; returns how many prompts it finished."""
+        num_finished = self._deliver_images(outputs)
+        for event in self._built.engine.step() or []:
+            output = outputs[event.request_id]
+            if isinstance(event, TokenOutput):
+                choice = output.choices[event.index]
+                choice.text += event.text
+                choice.token_ids += event.token_ids
+                choice.finish_reason = event.finish.reason if event.finish else None
+                continue
+            num_finished += 1
+            if isinstance(event, RequestFinished):
+                output.num_prompt_tokens = event.num_prompt_tokens
+                output.num_image_tokens = event.num_image_tokens
+                output.num_cached_tokens = event.num_cached_tokens
+            elif isinstance(event, RequestFailed):
+                output.error = event.error
+        return num_finished
+
+    def _deliver_images(self, outputs: dict[str, Output]) -> int:
+        """Encode what the engine has asked for; a picture that cannot be decoded fails the prompts that show it."""
+        num_failed = 0
+        ready: list[tuple[ImageRef, torch.Tensor]] = []
+        wanted, self._wanted[:] = list(self._wanted), []
+        for ref in wanted:
+            assert self._encoder is not None
+            try:
+                ready.append((ref, self._encoder.pixels(self._images[ref.image_key])))
+            except DiptychError as error:
+                for event in self._built.engine.image_failed(ref, error):
+                    outputs[event.request_id].error = error
+                    num_failed += 1
+        if ready and self._encoder is not None:
+            embeddings = self._encoder.encode([pixels for _, pixels in ready])
+            for (ref, _), rows in zip(ready, embeddings, strict=True):
+                self._built.engine.put_image(ref.image_key, rows)
+        return num_failed
+
+    # --- prompts --------------------------------------------------------------------------------------------------
+
+    def _prompt(self, conversation: Sequence[Message]) -> Prompt:
+        messages = [
+            ChatMessage(role=str(message["role"]), content=[self._part(item) for item in _items(message["content"])])
+            for message in conversation
+        ]
+        return self._built.prompts.from_messages(messages)
+
+    def _part(self, item: object) -> TextPart | ImagePart:
+        if isinstance(item, str):
+            return TextPart(text=item)
+        if isinstance(item, Path):
+            item = item.read_bytes()
+        if not isinstance(item, bytes):
+            raise InvalidRequest(f"content holds a {type(item).__name__}; give strings, paths or image bytes")
+        if self._encoder is None:
+            raise InvalidRequest("this model takes text only")
+        ref = self._encoder.reference(item)
+        self._images[ref.image_key] = item
+        return ImagePart(image=ref)
+
+
+def _items(content: object) -> list[object]:
+    return list(content) if isinstance(content, (list, tuple)) else [content]

@@ -1,0 +1,59 @@
+"""Images to embeddings in this process: the vision encoder's parts without its service, for the offline `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from services.vision_encoder.config import VisionEncoderSettings
+from services.vision_encoder.families import load_family
+from services.vision_encoder.image import decode
+from services.vision_encoder.image_header import read_header
+from services.vision_encoder.weights import choose_device, choose_dtype
+from shared.errors import ImageTooLarge
+from shared.hashing import image_key
+from shared.wire import ImageRef
+
+MAX_BATCH_SIZE = 8
+
+
+class LocalEncoder:
+    """One checkpoint's vision half. Embeddings are kept by the caller."""
+
+    def __init__(self, folder: Path) -> None:
+        self._settings = settings = VisionEncoderSettings(model=folder)
+        device = choose_device(settings.device)
+        dtype = choose_dtype(settings.dtype, device)
+        self._family = load_family(folder)
+        self._family.prepare_weights(device, dtype)
+        self._fingerprint = self._family.fingerprint(dtype, settings.background_colour)
+
+    def reference(self, image: bytes) -> ImageRef:
+        """From the header alone. Raises InvalidImage for what is no image or too large."""
+        header = read_header(image)
+        if header.width * header.height > self._settings.max_image_pixels:
+            raise ImageTooLarge(
+                f"the image has {header.width} x {header.height} pixels; at most "
+                f"{self._settings.max_image_pixels} are taken"
+            )
+        width, height = header.upright_size
+        return ImageRef(
+            image_key=image_key(image, self._fingerprint),
+            num_tokens=self._family.num_tokens(width, height),
+            width=width,
+            height=height,
+        )
+
+    def pixels(self, image: bytes) -> torch.Tensor:
+        """The tower's 8-bit input. Raises InvalidImage if the bytes do not decode whole."""
+        picture = decode(image, read_header(image), self._settings.background_colour)
+        return torch.from_numpy(self._family.preprocessing.apply(picture))
+
+    def encode(self, pixels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One [num_tokens, hidden_size] tensor per image, in order."""
+        embeddings: list[torch.Tensor] = []
+        for start in range(0, len(pixels), MAX_BATCH_SIZE):
+            embeddings += self._family.encode(pixels[start : start + MAX_BATCH_SIZE])
+        return embeddings

@@ -1,0 +1,81 @@
+"""The offline LLM on a tiny LLaVA: equal to transformers with real pictures, and one bad prompt spoils no batch."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from diptych import LLM, SamplingParams
+from shared.errors import InvalidImage
+from tests.conftest import CheckpointFactory
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logit_bias={316: -100.0})
+
+
+def png(seed: int, size: tuple[int, int] = (61, 47)) -> bytes:
+    noise = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
+    buffer = io.BytesIO()
+    Image.fromarray(noise.to(torch.uint8).numpy()).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def transformers_answer(folder: Path, question: str, image: bytes) -> list[int]:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    picture = {"type": "image", "image": Image.open(io.BytesIO(image))}
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [picture, {"type": "text", "text": question}]}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    output = model.generate(
+        **inputs, do_sample=False, max_new_tokens=16, min_new_tokens=16, eos_token_id=None, suppress_tokens=[316]
+    )
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module", params=["llava_clip_llama", "llava_siglip_qwen2", "llava_clip_full"])
+def folder(checkpoint: CheckpointFactory, request: pytest.FixtureRequest) -> Path:
+    return checkpoint(request.param)
+
+
+def test_a_batch_of_pictures_is_answered_as_transformers_answers_each(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DIPTYCH_ENCODER_DTYPE", "float32")
+    llm = LLM(folder, dtype="float32", num_threads=1, kv_cache_memory="32MiB")
+    pictures = [png(1), png(2, (30, 90)), png(1)]
+    outputs = llm.chat([[{"role": "user", "content": [p, "What is it?"]}] for p in pictures], GREEDY)
+    for picture, output in zip(pictures, outputs, strict=True):
+        assert output.choices[0].token_ids == transformers_answer(folder, "What is it?", picture)
+        assert output.num_image_tokens > 0
+    assert outputs[0].text == outputs[2].text
+
+
+def test_a_bad_picture_fails_its_own_prompt_and_no_other(checkpoint: CheckpointFactory):
+    llm = LLM(checkpoint("llava_clip_llama"), num_threads=1, kv_cache_memory="32MiB")
+    cut = png(3)[:-200]
+    good, no_image, truncated = llm.chat(
+        [[{"role": "user", "content": [data, "Hm?"]}] for data in (png(4), b"not a picture", cut)], GREEDY
+    )
+    assert good.error is None
+    assert len(good.choices[0].token_ids) == 16
+    for output in (no_image, truncated):
+        assert isinstance(output.error, InvalidImage)
+        with pytest.raises(InvalidImage):
+            _ = output.text
+
+
+def test_plain_prompts_report_progress(checkpoint: CheckpointFactory):
+    llm = LLM(checkpoint("llama"), num_threads=1, kv_cache_memory="32MiB")
+    seen: list[tuple[int, int]] = []
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    outputs = llm.generate(["The quick", [5, 6, 7]], sampling, on_progress=lambda done, of: seen.append((done, of)))
+    assert [len(output.choices[0].token_ids) for output in outputs] == [16, 16]
+    assert seen[-1] == (2, 2)
