@@ -166,6 +166,7 @@ def _tree(root: type[DiptychError]) -> list[type[DiptychError]]:
 
 
 _BY_CODE = {cls.code: cls for cls in reversed(_tree(DiptychError))}
+_BY_STATUS = {cls.status: cls for cls in reversed(_tree(DiptychError))} | {500: UpstreamFailed, 503: NotReady}
 
 
 def error_from_body(status: int, body: object, *, retry_after_s: float | None = None) -> DiptychError:
@@ -176,6 +177,7 @@ def error_from_body(status: int, body: object, *, retry_after_s: float | None = 
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return UpstreamFailed(f"another service answered with status {status} and no error object")
-    cls = _BY_CODE.get(str(error.get("code")), UpstreamFailed if status >= 500 else InvalidRequest)
+    fallback = _BY_STATUS.get(status, UpstreamFailed if status >= 500 else InvalidRequest)
+    cls = _BY_CODE.get(str(error.get("code")), fallback)
     param = error.get("param")
     return cls(error["message"], param=param if isinstance(param, str) else None, retry_after_s=retry_after_s)

@@ -6,7 +6,6 @@ check serves the HTTP gateway, the engine's own API and the offline `LLM`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from shared.errors import InvalidRequest
@@ -25,7 +24,7 @@ class SamplingParams:
     temperature         0 is greedy; [0, 2]
     top_p, min_p        [0, 1]; top_p = 0 keeps the single best token
     top_k               0 or -1: off
-    repetition_penalty  (0, 10]; over prompt and output text tokens, image placeholders excluded
+    repetition_penalty  [0.01, 10]; over prompt and output text tokens, image placeholders excluded
     logit_bias          token id -> [-100, 100]
     logprobs            None: none; k: the sampled token's and the k best tokens' log-probabilities
     min_tokens          no end-of-sequence or stop token before this many tokens
@@ -68,6 +67,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _whole(f"logit_bias key {token_id!r}", token_id, 0, None, param="logit_bias")
             _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+        _tuple("stop", self.stop)
+        _tuple("stop_token_ids", self.stop_token_ids)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", param="stop")
         for text in self.stop:
@@ -98,8 +99,15 @@ def _whole(name: str, value: object, low: int, high: int | None, *, param: str |
         raise InvalidRequest(f"{name} is {value}; it must be {allowed}", param=param or name)
 
 
+def _tuple(name: str, value: object) -> None:
+    """A lone string would pass for a sequence of one-letter strings."""
+    if not isinstance(value, (tuple, list)):
+        raise InvalidRequest(f"{name} is {value!r}; give a list", param=name)
+
+
 def _real(name: str, value: object, low: float, high: float, *, param: str | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequest(f"{name} is {value!r}; it must be a number from {low} to {high}", param=param or name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=param or name)
+    if not low <= value <= high:  # false for NaN and infinities, too
+        shown = value if isinstance(value, float) or abs(value) < MAX_SEED else "a huge number"
+        raise InvalidRequest(f"{name} is {shown}; it must be from {low} to {high}", param=param or name)

@@ -97,15 +97,14 @@ class BlockPool:
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
 
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Make blocks that are in use unfindable: what they hold may be wrong."""
+        for block in blocks:
+            if block in self._hash_of:
+                self._unpublish(block)
+
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
-
-    def reset_cache(self) -> None:
-        """Forget every published prefix: cached blocks become free, referenced ones can no longer be found."""
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._hash_of.clear()
-        self._block_of.clear()
 
     def _unpublish(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)

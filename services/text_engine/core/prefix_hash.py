@@ -1,7 +1,7 @@
 """Chain hashes of KV blocks: two blocks share a hash only if everything that shaped their keys and values is equal.
 
 A block's hash covers its parent's hash (hence every token before it), its token ids and, for each image position, which
-image and which row of it stands there: placeholder ids alone would let one picture answer for another.
+image and which rows of it stand there: placeholder ids alone would let one picture answer for another.
 """
 
 from __future__ import annotations
@@ -31,5 +31,6 @@ def _block_hash(sequence: Sequence, parent: bytes, start: int, end: int) -> byte
             span.image_key.encode(),
             (first_position - start).to_bytes(4, "big"),
             (first_position - span.start).to_bytes(4, "big"),
+            (min(end, span.end) - first_position).to_bytes(4, "big"),
         ]
     return digest(*parts)

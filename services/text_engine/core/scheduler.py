@@ -70,10 +70,12 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. It must fit into the pool when it is alone, or it would wait for ever."""
+        assert 0 < sequence.num_tokens < sequence.max_total_tokens <= self.blocks.max_sequence_tokens + 1
         sequence.arrival = self._arrivals
         self._arrivals += 1
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
-        self._request_images(sequence, len(self.blocks.find_cached_prefix(sequence)) * self.blocks.block_size)
+        self._request_images(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence at any moment: its blocks are free at once, its published ones stay findable."""
@@ -92,7 +94,7 @@ class Scheduler:
         for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
             self._schedule_running(step, sequence, 1)
         self._schedule_prompts(step)
-        return Batch(step.scheduled)
+        return Batch(list(step.scheduled.values()))
 
     def update(self, batch: Batch, sampled: Iterable[SampledToken]) -> list[StepOutput]:
         """Take in what the step computed: one sampled token for each scheduled sequence that reached its end."""
@@ -112,6 +114,8 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
         if token.error is not None:
+            # Whatever broke its logits may be in the keys and values of its earlier chunks, too.
+            self.blocks.pool.unpublish(sequence.block_table)
             self.finish(sequence)
             return StepOutput(sequence, token, Finish("abort"))
         sequence.token_ids.append(token.token_id)
@@ -123,28 +127,37 @@ class Scheduler:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def _schedule_prompts(self, step: _Step) -> None:
-        """Prefill chunks, oldest first; a quarter of the budget is kept for prompts short enough to fit into it, so
-        that a question does not wait behind somebody's book."""
+        """Prefill chunks, oldest first; of what decodes leave of the budget, up to a quarter is kept for prompts short
+        enough to fit into it, so that a question does not wait behind somebody's book.
+        """
         candidates = [s for s in self.running if s.num_uncomputed_tokens > 1]
-        if len(self.running) < self.max_num_seqs:
+        if len(self.running) < self.max_num_seqs and not step.has_preempted:
             candidates += self.waiting
-        quarter = self.max_num_batched_tokens // 4
-        num_short = sum(s.num_uncomputed_tokens <= quarter for s in candidates)
+        quarter = step.budget // 4
+        num_short_tokens = sum(self._num_short_tokens(s, quarter) for s in candidates)
         for sequence in candidates:
             if step.budget <= 0:
                 break
+            num_short_tokens -= self._num_short_tokens(sequence, quarter)
             is_short = sequence.num_uncomputed_tokens <= quarter
-            num_short -= is_short
-            budget = step.budget if is_short or num_short == 0 else max(step.budget - quarter, 0)
+            budget = step.budget if is_short else step.budget - min(quarter, num_short_tokens)
             if sequence.status is SequenceStatus.RUNNING:
                 self._continue_prompt(step, sequence, budget)
-            elif len(self.running) < self.max_num_seqs and not self._try_start(step, sequence, budget):
+            elif step.has_preempted or len(self.running) == self.max_num_seqs:
+                break  # nobody starts on blocks that were just taken from another
+            elif not self._try_start(step, sequence, budget):
                 break
+
+    def _num_short_tokens(self, sequence: Sequence, limit: int) -> int:
+        """What a prompt of at most `limit` uncomputed tokens could use now; nothing for a longer one."""
+        if sequence.num_uncomputed_tokens > limit:
+            return 0
+        return self._num_ready_tokens(sequence, sequence.num_computed_tokens)
 
     def _continue_prompt(self, step: _Step, sequence: Sequence, budget: int) -> None:
         """The next chunk of an unfinished prompt, unless somebody else has computed it, or is about to."""
         num_saved = self.blocks.adopt_cached(sequence)
-        if sequence.num_cached_tokens is not None:
+        if sequence.num_cached_tokens is not None and sequence.num_preemptions == 0:
             sequence.num_cached_tokens += num_saved
         if not self._is_being_computed(step, sequence, sequence.num_computed_tokens // self.blocks.block_size):
             self._schedule_running(step, sequence, min(budget, sequence.num_uncomputed_tokens))
@@ -191,27 +204,28 @@ class Scheduler:
             return
         while not self.blocks.grow(sequence, start + num_new_tokens):
             victim = self._preemption_victim(step)
-            if victim is None:
-                return
-            self._preempt(victim)
+            self._preempt(step, victim)
             if victim is sequence:
                 return
         self._add_to_step(step, sequence, num_new_tokens)
 
-    def _preemption_victim(self, step: _Step) -> Sequence | None:
-        """The last running sequence in order that this step does not compute yet."""
+    def _preemption_victim(self, step: _Step) -> Sequence:
+        """Who gives up its blocks: one that only waits for an image, else the last in order, in this step or not."""
         for sequence in reversed(self.running):
-            if sequence not in step.sequences:
+            is_stalled = self._num_ready_tokens(sequence, sequence.num_computed_tokens) == 0
+            if is_stalled and sequence not in step.scheduled:
                 return sequence
-        return None
+        return self.running[-1]
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, step: _Step, sequence: Sequence) -> None:
+        step.drop(sequence)
         self.running.remove(sequence)
         self.blocks.release(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        self._request_images(sequence)
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
@@ -222,7 +236,9 @@ class Scheduler:
                 return max(span.start - start, 0)
         return sequence.num_tokens - start
 
-    def _request_images(self, sequence: Sequence, start: int) -> None:
+    def _request_images(self, sequence: Sequence) -> None:
+        """Have the images on their way before the sequence's turn comes; those in the prefix cache are not needed."""
+        start = len(self.blocks.find_cached_prefix(sequence)) * self.blocks.block_size
         for span in sequence.images_between(start, sequence.num_tokens):
             self.images.is_ready(sequence, span)
 
@@ -236,15 +252,20 @@ class Scheduler:
 
 
 class _Step:
-    """One step while it is put together."""
+    """One step while it is put together. pending_hashes: blocks that will be full when it is done."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.scheduled: list[ScheduledSequence] = []
-        self.sequences: set[Sequence] = set()
+        self.scheduled: dict[Sequence, ScheduledSequence] = {}
         self.pending_hashes: set[bytes] = set()
+        self.has_preempted = False
 
     def add(self, item: ScheduledSequence) -> None:
-        self.scheduled.append(item)
-        self.sequences.add(item.sequence)
+        self.scheduled[item.sequence] = item
         self.budget -= item.num_new_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        self.has_preempted = True
+        item = self.scheduled.pop(sequence, None)
+        if item is not None:
+            self.budget += item.num_new_tokens
