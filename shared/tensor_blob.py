@@ -3,7 +3,8 @@
 Anything that is not exactly such a blob raises `BlobError`; callers treat that as a cache miss. This module knows
 bytes only; `torch_io` turns blobs into tensors without a copy.
 
-Layout, little-endian:  4s magic "DPTB" | B version | B dtype | B ndim | x | I crc32 of data | ndim x Q shape | data
+Layout, little-endian:  4s magic "DPTB" | B version | B dtype | B ndim | x | I crc32 | ndim x Q shape | data
+The checksum covers dtype, shape and data. No dimension is 0: nothing that travels is empty.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def pack(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> bytes:
     if not 1 <= len(shape) <= MAX_DIMS:
         raise ValueError(f"a blob has 1 to {MAX_DIMS} dimensions, not {len(shape)}")
     view = memoryview(data).cast("B")
-    if math.prod(shape) * _DTYPES[code][1] != view.nbytes:
+    if not view.nbytes or math.prod(shape) * _DTYPES[code][1] != view.nbytes:
         raise ValueError(f"shape {shape} of {dtype} does not have {view.nbytes} bytes")
-    head = _HEAD.pack(MAGIC, VERSION, code, len(shape), zlib.crc32(view))
+    head = _HEAD.pack(MAGIC, VERSION, code, len(shape), _checksum(code, shape, view))
     return b"".join((head, struct.pack(f"<{len(shape)}Q", *shape), view))
 
 
@@ -66,8 +67,12 @@ def unpack(blob: bytes | memoryview) -> Blob:
     shape = struct.unpack_from(f"<{ndim}Q", view, _HEAD.size)
     name, itemsize = _DTYPES[code]
     data = view[_HEAD.size + 8 * ndim :]
-    if math.prod(shape) * itemsize != data.nbytes:
+    if not data.nbytes or math.prod(shape) * itemsize != data.nbytes:
         raise BlobError(f"a tensor {shape} of {name} does not have {data.nbytes} bytes")
-    if zlib.crc32(data) != checksum:
+    if _checksum(code, shape, data) != checksum:
         raise BlobError("the tensor blob's checksum does not match its data")
     return Blob(name, shape, data)
+
+
+def _checksum(code: int, shape: tuple[int, ...], data: memoryview) -> int:
+    return zlib.crc32(data, zlib.crc32(struct.pack(f"<B{len(shape)}Q", code, *shape)))

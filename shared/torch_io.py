@@ -38,9 +38,12 @@ def tensor_to_blob(tensor: torch.Tensor) -> bytes:
 
 
 def blob_to_tensor(blob: bytes | bytearray | memoryview) -> torch.Tensor:
-    """A CPU tensor over the blob's own memory (no copy). Treat it as read-only. Raises BlobError if damaged."""
+    """A CPU tensor: over the blob's own memory if that is writable (bytearray), else over a copy, because torch has no
+    read-only tensors. Raises BlobError if damaged.
+    """
     parsed = tensor_blob.unpack(memoryview(blob))
-    flat = torch.frombuffer(parsed.data, dtype=DTYPES[parsed.dtype])
+    memory = bytearray(parsed.data) if parsed.data.readonly else parsed.data
+    flat = torch.frombuffer(memory, dtype=DTYPES[parsed.dtype])
     return flat.reshape(parsed.shape)
 
 

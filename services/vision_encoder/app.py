@@ -1,0 +1,186 @@
+"""The vision encoder over HTTP: thin routes around `VisionEncoderService`.
+
+The port opens before the model is loaded, so that probes can tell "loading" from "gone"; until then requests get 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Header, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from services.vision_encoder.config import VisionEncoderSettings
+from services.vision_encoder.service import VisionEncoderService
+from shared.errors import DiptychError, InvalidRequest, NotReady, PayloadTooLarge
+from shared.http_errors import error_response, install_error_handlers
+from shared.log import configure_logging, get_logger
+from shared.metrics import metrics_response
+from shared.server import serve
+from shared.wire import DEADLINE_HEADER, IMAGE_KEY_HEADER, NDJSON, REQUEST_ID_HEADER, EncodeEvent, EncoderInfo
+
+log = get_logger(__name__)
+
+KEY_PATTERN = re.compile(r"[0-9a-f]{64}")
+MAX_DISCARDED_BYTES = 64 << 20
+
+
+def create_app(settings: VisionEncoderSettings) -> FastAPI:
+    """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = app.state.service = VisionEncoderService(settings)
+        loading = asyncio.create_task(_load_or_die(app, service))
+        yield
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await service.close()
+
+    app = FastAPI(title="Diptych vision encoder", lifespan=lifespan, docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    _add_routes(app)
+    return app
+
+
+def run(settings: VisionEncoderSettings) -> None:
+    """Serve until SIGTERM; running work may finish within `drain_timeout_s`."""
+    configure_logging("vision-encoder", settings.log_level, settings.log_format)
+    app = create_app(settings)
+
+    def start_draining() -> None:
+        app.state.service.is_draining = True
+
+    serve(
+        app,
+        host=settings.host,
+        port=settings.port,
+        drain_timeout_s=settings.drain_timeout_s,
+        on_drain=start_draining,
+    )
+
+
+async def _load_or_die(app: FastAPI, service: VisionEncoderService) -> None:
+    try:
+        await service.start()
+    except Exception as error:
+        expected = isinstance(error, ValueError | OSError)
+        log.error("the model cannot be loaded", reason=str(error), exc_info=None if expected else error)
+        app.state.failed = True
+        if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
+            stop()
+
+
+def _service(request: Request) -> VisionEncoderService:
+    service: VisionEncoderService = request.app.state.service
+    return service
+
+
+def _deadline_s(
+    service: Annotated[VisionEncoderService, Depends(_service)],
+    given: Annotated[str | None, Header(alias=DEADLINE_HEADER)] = None,
+) -> float:
+    if given is None:
+        return service.settings.default_deadline_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"{DEADLINE_HEADER} must be a positive number of seconds, not {given[:40]!r}")
+    return seconds
+
+
+def _image_key(given: Annotated[str | None, Header(alias=IMAGE_KEY_HEADER)] = None) -> str | None:
+    return None if given is None else _checked_key(given, IMAGE_KEY_HEADER)
+
+
+def _checked_key(key: str, name: str) -> str:
+    if not KEY_PATTERN.fullmatch(key):
+        raise InvalidRequest(f"{name} must be 64 hexadecimal digits, not {key[:80]!r}", param=name)
+    return key
+
+
+Service = Annotated[VisionEncoderService, Depends(_service)]
+Deadline = Annotated[float, Depends(_deadline_s)]
+ImageKey = Annotated[str | None, Depends(_image_key)]
+
+
+def _add_routes(app: FastAPI) -> None:
+    @app.post("/v1/encode")
+    async def encode(request: Request, service: Service, claimed_key: ImageKey, deadline_s: Deadline) -> Response:
+        try:
+            service.refuse_new_work()
+            encoder = service.encoder
+            with encoder.receiving(_declared_bytes(request), claimed_key):
+                data = await _body(request, encoder.limits.max_bytes)
+                events = await encoder.encode(data, claimed_key, deadline_s)
+        except DiptychError:
+            await _discard(request)
+            raise
+        headers = {name: value for name in (REQUEST_ID_HEADER,) if (value := request.headers.get(name))}
+        return StreamingResponse(_lines(events), media_type=NDJSON, headers=headers)
+
+    @app.get("/v1/embeddings/{key}")
+    async def embedding(key: str, service: Service, deadline_s: Deadline) -> Response:
+        blob = await service.encoder.embedding(_checked_key(key, "key"), deadline_s)
+        return Response(blob, media_type="application/octet-stream")
+
+    @app.get("/v1/info")
+    async def info(service: Service) -> EncoderInfo:
+        return service.info
+
+    @app.get("/health")
+    async def health(service: Service) -> Response:
+        if service.load_error is None:
+            return JSONResponse({"status": "ok"})
+        return error_response(NotReady(f"the model could not be loaded: {service.load_error}"))
+
+    @app.get("/ready")
+    async def ready(service: Service) -> Response:
+        reason = service.why_not_ready()
+        if reason is None:
+            return JSONResponse({"status": "ready"})
+        return error_response(NotReady(reason, retry_after_s=2.0))
+
+    @app.get("/metrics")
+    async def metrics(service: Service) -> Response:
+        return metrics_response(service.metrics.registry)
+
+
+async def _lines(events: AsyncIterator[EncodeEvent]) -> AsyncIterator[str]:
+    async for event in events:
+        yield event.model_dump_json(exclude_none=True) + "\n"
+
+
+def _declared_bytes(request: Request) -> int:
+    """What the caller says it will send; 0 if it does not say, and then `_body` counts."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise PayloadTooLarge(f"the image has more than {max_bytes} bytes; this server takes at most that")
+    return bytes(body)
+
+
+async def _discard(request: Request) -> None:
+    """Read on without keeping: a client that is still sending would otherwise see a reset instead of the answer."""
+    num_bytes = 0
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > MAX_DISCARDED_BYTES:
+                return
+    except (ClientDisconnect, RuntimeError):  # gone, or there was nothing left to read
+        return

@@ -1,0 +1,85 @@
+"""Every setting of the vision encoder, with default and unit. Imports no torch: the command line reads it too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shared.log import LogFormat
+from shared.settings import RedisUrl
+
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+MiB = 1 << 20
+
+
+def num_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+class VisionEncoderSettings(BaseSettings):
+    """Environment variables are these names in capitals with the prefix DIPTYCH_ENCODER_, e.g. DIPTYCH_ENCODER_PORT."""
+
+    model_config = SettingsConfigDict(env_prefix="DIPTYCH_ENCODER_", extra="ignore", frozen=True)
+
+    model: Path = Field(description="checkpoint folder in Hugging Face format")
+    served_model_name: str | None = Field(None, description="model id in /v1/info; default: the folder's name")
+    host: str = "127.0.0.1"
+    port: int = Field(8001, ge=0, le=65535)
+    public_url: str | None = Field(None, description="base URL under which others reach this very replica")
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: DtypeName = "auto"
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of the tower; default: $OMP_NUM_THREADS or all"
+    )
+    num_decode_workers: int | None = Field(None, ge=1, description="processes that decode; default: half the cores")
+
+    max_image_bytes: int = Field(20 * MiB, ge=1, description="size of one encoded image")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="width times height of one image, from its header")
+    max_aspect_ratio: float = Field(1000.0, ge=1, description="longer side over shorter side")
+    background: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$", description="what shows through transparency")
+
+    max_batch_size: int = Field(8, ge=1, description="images in one pass of the tower")
+    max_queued_images: int = Field(256, ge=1, description="images admitted and not yet encoded; more get a 503")
+    max_queued_bytes: int = Field(512 * MiB, ge=1, description="encoded bytes of those images")
+    max_recent_bytes: int = Field(256 * MiB, ge=0, description="finished embeddings kept in this process")
+    default_deadline_s: float = Field(120.0, gt=0, description="longest wait of a caller that states none")
+    decode_timeout_s: float = Field(20.0, gt=0, description="time to decode one image, waiting not counted")
+    stall_timeout_s: float = Field(60.0, gt=0, description="a tower pass longer than this turns readiness off")
+    drain_timeout_s: float = Field(30.0, ge=0, description="time for running work after SIGTERM")
+
+    redis_url: RedisUrl = None
+    redis_timeout_s: float = Field(0.3, gt=0, description="the most that one cache operation may add to a request")
+    embedding_ttl_s: float = Field(86_400.0, ge=1, description="life of a cached embedding since its last use")
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "auto"
+
+    @field_validator("public_url")
+    @classmethod
+    def _is_http(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError("must start with http:// or https://")
+        return None if url is None else url.rstrip("/")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.resolve().name
+
+    @property
+    def background_colour(self) -> tuple[int, int, int]:
+        red, green, blue = bytes.fromhex(self.background[1:])
+        return red, green, blue
+
+    @property
+    def tower_threads(self) -> int:
+        return self.num_threads or int(os.environ.get("OMP_NUM_THREADS") or num_cores())
+
+    @property
+    def decode_workers(self) -> int:
+        return self.num_decode_workers or max(1, num_cores() // 2)

@@ -1,0 +1,75 @@
+"""Flight: one image on its way to an embedding, for all who want it; called off when the last of them leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from shared.embedding_cache import ImageMetadata
+from shared.errors import NotReady, UpstreamTimeout
+from shared.wire import Encoded
+
+
+class Flight:
+    """Start it with `take_off`; then any number of followers wait for the blob, or for the whole story.
+
+    blob   done as soon as the embedding exists, which is before it has been stored
+    """
+
+    def __init__(self, metadata: ImageMetadata) -> None:
+        self.metadata = metadata
+        self.blob: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._num_followers = 0
+        self._task: asyncio.Task[Encoded]
+        self._on_end: Callable[[], None] | None = None
+
+    def take_off(self, work: Coroutine[Any, Any, Encoded], on_end: Callable[[], None]) -> None:
+        """on_end   called once, when the work has ended or is called off: nobody new may join from then on"""
+        self._on_end = on_end
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(self._ended)
+
+    async def encoded(self, deadline_s: float) -> Encoded:
+        """Raises what the work raised, or UpstreamTimeout."""
+        await self._follow({self._task}, deadline_s)
+        return self._outcome()
+
+    async def embedding(self, deadline_s: float) -> bytes:
+        """Raises what the work raised, or UpstreamTimeout."""
+        await self._follow({self._task, self.blob}, deadline_s)
+        if not self.blob.done():
+            self._outcome()  # it ended without an embedding: this raises the reason
+        return self.blob.result()
+
+    async def called_off(self) -> None:
+        """End the work, whoever waits for it."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _follow(self, awaited: set[asyncio.Future[Any]], deadline_s: float) -> None:
+        self._num_followers += 1
+        try:
+            done, _ = await asyncio.wait(awaited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._num_followers -= 1
+            if self._num_followers == 0 and not self.blob.done() and not self._task.done():
+                self._end()
+                self._task.cancel()
+        if not done:
+            raise UpstreamTimeout(f"the image was not encoded within the {deadline_s:g} s that its caller waits")
+
+    def _outcome(self) -> Encoded:
+        if self._task.cancelled():  # while someone waits only a shutdown does that
+            raise NotReady("this vision encoder is shutting down", retry_after_s=1.0)
+        return self._task.result()
+
+    def _ended(self, task: asyncio.Task[Encoded]) -> None:
+        self._end()
+        if not task.cancelled():
+            task.exception()  # its followers may all be gone; an error nobody waits for is no news
+
+    def _end(self) -> None:
+        if self._on_end is not None:
+            on_end, self._on_end = self._on_end, None
+            on_end()

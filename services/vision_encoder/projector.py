@@ -1,0 +1,26 @@
+"""LLaVA's projector: vision features to the width of the text model's embeddings, by two matrices."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from services.vision_encoder.towers import activation
+
+
+class Projector(nn.Module):
+    """features [batch, num_tokens, input_size] -> [batch, num_tokens, output_size]
+
+    input_size   the tower's hidden size times the number of feature layers
+    """
+
+    def __init__(self, input_size: int, output_size: int, hidden_act: str, *, has_bias: bool) -> None:
+        super().__init__()
+        self.output_size = output_size
+        self.hidden_act = hidden_act
+        self.linear_1 = nn.Linear(input_size, output_size, bias=has_bias)
+        self.activation = activation(hidden_act)
+        self.linear_2 = nn.Linear(output_size, output_size, bias=has_bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        projected: Tensor = self.linear_2(self.activation(self.linear_1(features)))
+        return projected

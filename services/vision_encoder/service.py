@@ -1,0 +1,183 @@
+"""VisionEncoderService: the encoder and its life: loading, ready, draining, closed. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import torch
+
+from services.vision_encoder.admission import ImageLimits, Queue
+from services.vision_encoder.batcher import Batcher
+from services.vision_encoder.config import VisionEncoderSettings
+from services.vision_encoder.decode_pool import DecodePool
+from services.vision_encoder.decode_worker import WorkerConfig
+from services.vision_encoder.encoder import Encoder, Tower, TowerInput
+from services.vision_encoder.families import Family, load_family
+from services.vision_encoder.image_header import SUPPORTED_FORMATS
+from services.vision_encoder.metrics import EncoderMetrics
+from services.vision_encoder.recent import RecentEmbeddings
+from services.vision_encoder.weights import choose_device, choose_dtype
+from shared.embedding_cache import EmbeddingCache
+from shared.errors import EncodeFailed, NotReady
+from shared.log import get_logger
+from shared.torch_io import dtype_name
+from shared.wire import EncoderInfo
+
+log = get_logger(__name__)
+
+
+class VisionEncoderService:
+    """Create it on the event loop that serves requests; `start` loads the model in the background."""
+
+    def __init__(self, settings: VisionEncoderSettings) -> None:
+        self.settings = settings
+        self.metrics = EncoderMetrics()
+        self.load_error: Exception | None = None
+        self.is_draining = False
+        self._resources = AsyncExitStack()
+        self._loaded: tuple[Encoder, EncoderInfo] | None = None
+
+    async def start(self) -> None:
+        """Returns when the first image can be encoded at full speed."""
+        try:
+            self._loaded = await self._resources.enter_async_context(_open(self.settings, self.metrics))
+        except Exception as error:
+            self.load_error = error
+            raise
+
+    async def close(self) -> None:
+        await self._resources.aclose()
+
+    @property
+    def encoder(self) -> Encoder:
+        return self._ready()[0]
+
+    @property
+    def info(self) -> EncoderInfo:
+        return self._ready()[1]
+
+    def why_not_ready(self) -> str | None:
+        """None if new images are welcome."""
+        if self.load_error is not None:
+            return f"the model could not be loaded: {self.load_error}"
+        if self._loaded is None:
+            return "the model is still loading"
+        if self.is_draining:
+            return "this vision encoder is shutting down"
+        if self.encoder.busy_s > self.settings.stall_timeout_s:
+            return f"one pass of the tower has been running for {self.encoder.busy_s:.0f} s"
+        return None
+
+    def refuse_new_work(self) -> None:
+        """Raises NotReady unless new images are welcome. Embeddings that exist are served even while draining."""
+        reason = self.why_not_ready()
+        if reason is not None:
+            raise NotReady(reason, retry_after_s=2.0)
+
+    def _ready(self) -> tuple[Encoder, EncoderInfo]:
+        if self._loaded is None:
+            raise NotReady(self.why_not_ready() or "the model is still loading", retry_after_s=2.0)
+        return self._loaded
+
+
+@asynccontextmanager
+async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> AsyncIterator[tuple[Encoder, EncoderInfo]]:
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    family = await asyncio.to_thread(load_family, settings.model)
+    await asyncio.to_thread(family.prepare_weights, device, dtype)
+    fingerprint = family.fingerprint(dtype, settings.background_colour)
+    async with AsyncExitStack() as stack:
+        pool = await _open_pool(stack, settings, family)
+        batcher = _open_batcher(stack, settings, family, metrics)
+        await _warm_up(batcher, family)
+        cache = EmbeddingCache(
+            settings.redis_url, ttl_s=settings.embedding_ttl_s, op_timeout_s=settings.redis_timeout_s
+        )
+        stack.push_async_callback(cache.close)
+        queue = Queue(max_images=settings.max_queued_images, max_bytes=settings.max_queued_bytes)
+        metrics.watch(cache, queue)
+        limits = ImageLimits(
+            max_bytes=settings.max_image_bytes,
+            max_pixels=settings.max_image_pixels,
+            max_aspect_ratio=settings.max_aspect_ratio,
+        )
+        encoder = Encoder(
+            family=family,
+            fingerprint=fingerprint,
+            limits=limits,
+            queue=queue,
+            pool=pool,
+            batcher=batcher,
+            cache=cache,
+            recent=RecentEmbeddings(settings.max_recent_bytes),
+            metrics=metrics,
+            replica_name=f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}",
+            public_url=settings.public_url,
+        )
+        stack.push_async_callback(encoder.close)
+        info = EncoderInfo(
+            model=settings.model_name,
+            fingerprint=fingerprint,
+            dtype=dtype_name(dtype),
+            hidden_size=family.hidden_size,
+            max_image_bytes=limits.max_bytes,
+            max_image_pixels=limits.max_pixels,
+            supported_formats=list(SUPPORTED_FORMATS),
+        )
+        _log_start(settings, info, device, family)
+        yield encoder, info
+
+
+async def _open_pool(stack: AsyncExitStack, settings: VisionEncoderSettings, family: Family) -> DecodePool:
+    config = WorkerConfig(family.preprocessing, settings.background_colour, settings.max_image_pixels)
+    pool = DecodePool(config, num_workers=settings.decode_workers, timeout_s=settings.decode_timeout_s)
+    stack.push_async_callback(pool.close)
+    await pool.start()
+    return pool
+
+
+def _open_batcher(
+    stack: AsyncExitStack, settings: VisionEncoderSettings, family: Family, metrics: EncoderMetrics
+) -> Batcher[TowerInput, bytes | EncodeFailed]:
+    batcher: Batcher[TowerInput, bytes | EncodeFailed] = Batcher(
+        Tower(family, metrics),
+        max_batch_size=settings.max_batch_size,
+        # OpenMP keeps its number of threads per calling thread, so it is set in the tower's own.
+        thread_setup=lambda: torch.set_num_threads(settings.tower_threads),
+    )
+    stack.push_async_callback(batcher.close)
+    return batcher
+
+
+async def _warm_up(batcher: Batcher[TowerInput, bytes | EncodeFailed], family: Family) -> None:
+    """The first pass compiles and lays out; no request should wait for that. It also proves that the model runs."""
+    height, width = family.preprocessing.size
+    pixels = torch.full((1, 3, height, width), 127, dtype=torch.uint8)
+    result = await batcher.submit(TowerInput(pixels, family.num_tokens(width, height)), None)
+    if isinstance(result.value, EncodeFailed):
+        raise result.value
+
+
+def _log_start(settings: VisionEncoderSettings, info: EncoderInfo, device: torch.device, family: Family) -> None:
+    height, width = family.preprocessing.size
+    log.info(
+        "the vision encoder is ready",
+        model=info.model,
+        fingerprint=info.fingerprint[:12],
+        device=str(device),
+        dtype=info.dtype,
+        tower_input=f"{width}x{height}",
+        hidden_size=info.hidden_size,
+        tower_threads=settings.tower_threads,
+        decode_workers=settings.decode_workers,
+        max_batch_size=settings.max_batch_size,
+        max_image_bytes=info.max_image_bytes,
+        max_image_pixels=info.max_image_pixels,
+        redis="yes" if settings.redis_url else "no",
+    )
