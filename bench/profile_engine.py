@@ -1,8 +1,8 @@
 """Where an engine step's time goes: `python -m bench.profile_engine FOLDER [--batch 32 --prompt 512 --output 32]`.
 
-Wraps the parts of a real engine with a clock and runs a W1-shaped load in this process: no HTTP, no other service. Prints
-one table for steps that prefill and one for steps that only decode, in milliseconds a step. Nested parts are subtracted
-from what holds them, so a column adds up to its step.
+Wraps the parts of a real engine with a clock and runs a W1-shaped load in this process: no HTTP, no other service.
+Prints one table for steps that prefill and one for steps that only decode, in milliseconds a step. Nested parts are
+subtracted from what holds them, so a column adds up to its step.
 """
 
 from __future__ import annotations
