@@ -23,7 +23,7 @@ from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.block_pool import BlockPool
 from services.text_engine.core.scheduler import Scheduler
 from services.text_engine.embedding_store import EmbeddingStore
-from services.text_engine.engine import Engine
+from services.text_engine.engine import Engine, EngineRequest, RequestFailed
 from services.text_engine.kernels import reference
 from services.text_engine.kernels.interface import Kernels
 from services.text_engine.kernels.native import NativeKernels
@@ -39,6 +39,7 @@ from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.sampler import Sampler
 from services.text_engine.tokenizer import Tokenizer
 from shared.log import get_logger
+from shared.sampling import SamplingParams
 from shared.torch_io import dtype_name
 from shared.wire import ImageRef, ModelInfo
 
@@ -103,10 +104,25 @@ def build_engine(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], N
         max_model_len=plan.max_model_len,
         max_waiting_requests=settings.max_waiting_requests,
     )
+    _warm_up(engine)
     log.info("engine ready", model=name, seconds=round(time.monotonic() - started, 1))
     return BuiltEngine(
         engine, _prompts(settings.model, tokenizer, config), _info(name, config, plan, vocab_size, dtype)
     )
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run one short answer, so that tables are built and kernels laid out before the first request waits for them.
+
+    Shorter than a block: nothing of it stays in the prefix cache.
+    """
+    token_ids = [0] * min(8, engine.max_model_len - 1)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    engine.add(EngineRequest(request_id="warm-up", token_ids=token_ids, sampling=sampling))
+    while engine.num_requests:
+        failed = [output for output in engine.step() or [] if isinstance(output, RequestFailed)]
+        if failed:
+            raise RuntimeError(f"the model does not run: {failed[0].error.message}")
 
 
 def _choose_device(settings: TextEngineSettings) -> torch.device:

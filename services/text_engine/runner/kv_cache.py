@@ -10,7 +10,7 @@ import torch
 
 BLOCK_SIZE = 16
 CPU_SHARE = 0.25  # of the available memory, if nobody says otherwise: the encoder and the page cache need the rest
-CPU_MAX_BYTES = 4 << 30
+CPU_MAX_BYTES = 2 << 30
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
