@@ -1,0 +1,96 @@
+"""The images of one request after admission: their refs, and the encodes that still run behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from services.gateway.balancer import is_replica_fault
+from services.gateway.encoding import Encoding
+from services.gateway.generation import Generation
+from services.gateway.images import at_part
+from shared.errors import DiptychError, EmbeddingNotFound, InvalidImage, UpstreamFailed
+from shared.wire import Encoded, ImageRef
+
+# When the engine complains about an image, the encoder's own words, which name the part, are at most this far behind.
+GRACE_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedImage:
+    """encoding   the encode that this request started or joined; None if the image was known"""
+
+    ref: ImageRef
+    param: str
+    encoding: Encoding | None
+
+
+class Admission:
+    def __init__(self) -> None:
+        self.images: list[AdmittedImage] = []
+        self._joined: list[Encoding] = []
+
+    @property
+    def refs(self) -> list[ImageRef]:
+        return [image.ref for image in self.images]
+
+    @property
+    def timings(self) -> list[dict[str, float]]:
+        """Stages of the encodes that have ended by now."""
+        return [e.encoded.result().timings for e in self._joined if e.encoded.done() and not e.encoded.exception()]
+
+    def join(self, encoding: Encoding) -> None:
+        encoding.join()
+        self._joined.append(encoding)
+
+    def release(self, *, abandoned: bool) -> None:
+        """This request is over. `abandoned`: nobody is left to read an answer."""
+        while self._joined:
+            self._joined.pop().leave(abandoned=abandoned)
+
+    async def guard(self, opening: Coroutine[Any, Any, Generation]) -> Generation:
+        """The opened generation, unless an encode fails first: then that failure, naming its part.
+
+        Raises EmbeddingNotFound if not the image was at fault but its encoder: then it is worth encoding it again.
+        """
+        task = asyncio.create_task(opening)
+        try:
+            while not task.done():
+                if (failure := self._failure()) is not None:
+                    raise failure
+                either: list[asyncio.Future[Any]] = [task, *self._running()]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if isinstance(task.exception(), (EmbeddingNotFound, InvalidImage, UpstreamFailed)):
+                await self._settle()
+                if (failure := self._failure()) is not None:
+                    raise failure
+            return task.result()
+        except BaseException:
+            await _discard(task)
+            raise
+
+    def _running(self) -> list[asyncio.Future[Encoded]]:
+        return [image.encoding.encoded for image in self.images if image.encoding and not image.encoding.encoded.done()]
+
+    def _failure(self) -> DiptychError | None:
+        for image in self.images:
+            if image.encoding is not None and image.encoding.has_failed:
+                error = image.encoding.encoded.exception()
+                assert isinstance(error, DiptychError)
+                if is_replica_fault(error):
+                    error = EmbeddingNotFound(error.message)
+                return at_part(error, image.param)
+        return None
+
+    async def _settle(self) -> None:
+        if running := self._running():
+            await asyncio.wait(running, timeout=GRACE_S, return_when=asyncio.FIRST_EXCEPTION)
+
+
+async def _discard(task: asyncio.Task[Generation]) -> None:
+    task.cancel()
+    [outcome] = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(outcome, Generation):
+        await outcome.aclose()

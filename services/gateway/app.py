@@ -1,0 +1,212 @@
+"""Puts the gateway together and runs it. Everything is built in the app's lifespan and closed with it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import FrameType
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.auth import Keyring
+from services.gateway.backends import EncoderClient, EngineClient
+from services.gateway.balancer import Pool
+from services.gateway.chat import Chat
+from services.gateway.completions import Completions
+from services.gateway.config import GatewaySettings
+from services.gateway.discovery import Discovery
+from services.gateway.fetch import ImageFetcher
+from services.gateway.generation import Generator
+from services.gateway.images import ImageLoader
+from services.gateway.lifecycle import Lifecycle
+from services.gateway.metrics import GatewayMetrics, StateCollector
+from services.gateway.middleware import RequestScope, trace_of
+from services.gateway.net_guard import HostResolver, NetGuard
+from services.gateway.page import page_routes
+from services.gateway.routes import api_routes, model_routes, operator_routes
+from services.gateway.vision import Vision
+from shared.embedding_cache import EmbeddingCache
+from shared.errors import DiptychError
+from shared.http_errors import error_response, install_error_handlers
+from shared.log import configure_logging, get_logger
+from shared.wire import EncoderInfo, ModelInfo
+
+log = get_logger(__name__)
+
+
+def create_app(settings: GatewaySettings, lifecycle: Lifecycle | None = None) -> FastAPI:
+    """lifecycle   whoever runs the app keeps it to tell it when to drain; None: it never drains"""
+    lifecycle = lifecycle or new_lifecycle(settings)
+    registry = CollectorRegistry()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await _build(app, settings, lifecycle, registry, stack)
+            yield
+
+    # No generated documents: bodies are read by hand, for their size limit and strict JSON, so they would not be true.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(RequestScope, lifecycle=lifecycle, metrics=GatewayMetrics(registry))
+    install_error_handlers(app)
+    app.add_exception_handler(DiptychError, _on_error)
+    return app
+
+
+def new_lifecycle(settings: GatewaySettings) -> Lifecycle:
+    return Lifecycle(drain_delay_s=settings.drain_delay_s, drain_timeout_s=settings.drain_timeout_s)
+
+
+async def _build(
+    app: FastAPI,
+    settings: GatewaySettings,
+    lifecycle: Lifecycle,
+    registry: CollectorRegistry,
+    stack: AsyncExitStack,
+) -> None:
+    http = await stack.enter_async_context(_http_client(settings))
+    rng = random.Random()  # noqa: S311 - spreads load, guards nothing
+    engines: Pool[ModelInfo] = Pool(time.monotonic, rng)
+    encoders: Pool[EncoderInfo] = Pool(time.monotonic, rng)
+    await _watch(settings, http, engines, encoders, stack)
+
+    cache = EmbeddingCache(settings.redis_url)
+    stack.push_async_callback(cache.close)
+    encoder_client = EncoderClient(
+        http, admit_timeout_s=settings.admit_timeout_s, encode_timeout_s=settings.encode_timeout_s
+    )
+    vision = Vision(encoders, encoder_client, cache, known_images=settings.known_images)
+    stack.push_async_callback(vision.close)
+
+    loader = ImageLoader(_fetcher(settings, stack), max_images=settings.max_images_per_request)
+    generator = Generator(engines, EngineClient(http, start_timeout_s=settings.start_timeout_s))
+    chat = Chat(generator, vision, loader, max_image_bytes=settings.max_image_bytes)
+
+    StateCollector(registry, lifecycle, engines, encoders, vision)
+    keyring = Keyring(settings.api_keys)
+    app.include_router(api_routes(chat, Completions(generator), keyring, lifecycle, settings.max_body_bytes))
+    app.include_router(model_routes(generator, keyring))
+    app.include_router(operator_routes(engines, encoders, lifecycle, registry))
+    app.include_router(page_routes(settings.samples_dir))
+
+
+def _http_client(settings: GatewaySettings) -> httpx.AsyncClient:
+    """To the other services: no proxies, no limits of its own; the services bound their queues themselves."""
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s, pool=None),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=4.0),
+        trust_env=False,
+    )
+
+
+async def _watch(
+    settings: GatewaySettings,
+    http: httpx.AsyncClient,
+    engines: Pool[ModelInfo],
+    encoders: Pool[EncoderInfo],
+    stack: AsyncExitStack,
+) -> None:
+    intervals = {
+        "probe_interval_s": settings.probe_interval_s,
+        "probe_timeout_s": settings.probe_timeout_s,
+        "resolve_interval_s": settings.resolve_interval_s,
+    }
+    engine_watch = Discovery(
+        service="text_engine",
+        addresses=settings.text_engines,
+        pool=engines,
+        info_path="/v1/model",
+        info_type=ModelInfo,
+        http=http,
+        **intervals,
+    )
+    encoder_watch = Discovery(
+        service="vision_encoder",
+        addresses=settings.vision_encoders,
+        pool=encoders,
+        info_path="/v1/info",
+        info_type=EncoderInfo,
+        http=http,
+        **intervals,
+    )
+    stack.push_async_callback(engine_watch.close)
+    stack.push_async_callback(encoder_watch.close)
+    await asyncio.gather(engine_watch.start(), encoder_watch.start())
+
+
+def _fetcher(settings: GatewaySettings, stack: AsyncExitStack) -> ImageFetcher:
+    resolver = HostResolver()
+    stack.callback(resolver.close)
+    guard = NetGuard(
+        resolver,
+        allow_private_addresses=settings.allow_private_addresses,
+        allowed_hosts=settings.allowed_hosts,
+    )
+    fetcher = ImageFetcher(
+        guard,
+        timeout_s=settings.fetch_timeout_s,
+        max_redirects=settings.max_redirects,
+        max_fetches_per_host=settings.max_fetches_per_host,
+        ssl_context=httpx.create_ssl_context(),
+    )
+    stack.push_async_callback(fetcher.close)
+    return fetcher
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, DiptychError)
+    trace_of(request).outcome = error.code
+    response = error_response(error)
+    if "expect" in request.headers:
+        # The client may skip the body it asked leave for; what it sends next must not be taken for that body.
+        response.headers["Connection"] = "close"
+    return response
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+class DrainingServer(uvicorn.Server):
+    """On a signal: says that it is leaving, keeps answering until the running requests are done, exits with 0."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        log.info("leaving", signal=sig, in_flight=self._lifecycle.num_in_flight)
+        self._lifecycle.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._lifecycle.may_exit()
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until told to leave by SIGTERM or SIGINT. Returns the exit code."""
+    configure_logging("gateway", settings.log_level, settings.log_format)
+    lifecycle = new_lifecycle(settings)
+    config = uvicorn.Config(
+        create_app(settings, lifecycle),
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,  # nobody here asks for the client's address
+        timeout_keep_alive=75,  # longer than the usual 60 s of balancers, so that they close first
+        timeout_graceful_shutdown=5,  # by then the requests have ended; this is for connections that linger
+    )
+    server = DrainingServer(config, lifecycle)
+    server.run()
+    return 0 if server.started else 1

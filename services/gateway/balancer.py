@@ -1,0 +1,159 @@
+"""Which replica gets a request: least outstanding of two, pulled softly toward where its prefix or image is cached.
+
+Pure bookkeeping over `Replica`s: no sockets, no clock of its own; `discovery` keeps the replicas up to date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from shared.errors import DiptychError, EncodeFailed, NotReady, Overloaded, RateLimited, UpstreamFailed, UpstreamTimeout
+
+Info = TypeVar("Info")
+
+# A preferred replica may be this much busier than the best alternative before its warm cache is not worth the wait.
+AFFINITY_SLACK = 2
+AFFINITY_SLACK_SHARE = 0.25
+# Bounded load: a replica takes at most this multiple of the average number of running encodes.
+LOAD_FACTOR = 1.25
+FAILURES_BEFORE_EJECTION = 3
+FIRST_EJECTION_S = 1.0
+LONGEST_EJECTION_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Replica(Generic[Info]):
+    """One running copy of a service, as far as this gateway knows it.
+
+    ready         the last probe of /ready said 200
+    info          what it published about itself; None until first ready
+    outstanding   requests of this gateway that it works on
+    """
+
+    url: str
+    ready: bool = False
+    info: Info | None = None
+    outstanding: int = 0
+    num_failures: int = 0
+    failed_at: float = -math.inf
+    ejected_until: float = 0.0
+    num_missed_probes: int = 0
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """Counts as outstanding while entered."""
+        self.outstanding += 1
+        try:
+            yield
+        finally:
+            self.outstanding -= 1
+
+    def probed(self, ready: bool, info: Info | None) -> None:
+        self.ready = ready
+        if info is not None:
+            self.info = info
+
+    def succeeded(self) -> None:
+        self.num_failures = 0
+
+    def unreachable(self) -> None:
+        """Nothing listens, or it says itself that it is not ready: out until a probe says otherwise."""
+        self.ready = False
+
+    def failed(self, now: float) -> None:
+        """It broke or timed out on a request: after several in a row it is left alone for a while, longer each time."""
+        self.num_failures += 1
+        self.failed_at = now
+        rounds = self.num_failures - FAILURES_BEFORE_EJECTION
+        if rounds >= 0:
+            self.ejected_until = now + min(FIRST_EJECTION_S * 2.0**rounds, LONGEST_EJECTION_S)
+
+
+class Pool(Generic[Info]):
+    """The replicas of one service."""
+
+    def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._replicas: dict[str, Replica[Info]] = {}
+
+    @property
+    def replicas(self) -> list[Replica[Info]]:
+        return list(self._replicas.values())
+
+    def update(self, urls: Iterable[str]) -> None:
+        """Make `urls` the replicas: known ones keep their state, vanished ones get no new requests."""
+        self._replicas = {url: self._replicas.get(url) or Replica(url) for url in dict.fromkeys(urls)}
+
+    def available(
+        self, avoid: Collection[Replica[Info]] = (), suits: Callable[[Info], bool] = lambda _: True
+    ) -> list[Replica[Info]]:
+        """Ready, publishing something that `suits`, and not ejected.
+
+        If all of them are ejected they are taken nevertheless: any is better than none.
+        """
+        ready = [
+            replica
+            for replica in self._replicas.values()
+            if replica.ready and replica not in avoid and replica.info is not None and suits(replica.info)
+        ]
+        now = self._clock()
+        return [replica for replica in ready if replica.ejected_until <= now] or ready
+
+    def note(self, replica: Replica[Info], error: BaseException | None) -> None:
+        """How work at `replica` ended; a request refused for its own sake speaks for the replica, not against it."""
+        if isinstance(error, NotReady):
+            replica.unreachable()
+        elif is_replica_fault(error):
+            replica.failed(self._clock())
+        elif error is None or isinstance(error, DiptychError):
+            replica.succeeded()
+
+    def least_loaded(self, candidates: list[Replica[Info]], affinity: bytes) -> Replica[Info] | None:
+        """The emptier of two random replicas, or the one that `affinity` prefers if that is about as empty."""
+        if not candidates:
+            return None
+        pair = self._rng.sample(candidates, min(2, len(candidates)))
+        emptier = min(pair, key=lambda replica: replica.outstanding)
+        preferred = max(candidates, key=lambda replica: rendezvous_score(affinity, replica.url))
+        slack = max(AFFINITY_SLACK, int(AFFINITY_SLACK_SHARE * emptier.outstanding))
+        return preferred if preferred.outstanding <= emptier.outstanding + slack else emptier
+
+
+def without_latest_failure(candidates: list[Replica[Info]]) -> list[Replica[Info]]:
+    """Without the one that failed last, if one has failed at all and there is another."""
+    latest = max(candidates, key=lambda replica: replica.failed_at, default=None)
+    if latest is None or latest.failed_at == -math.inf or len(candidates) == 1:
+        return candidates
+    return [replica for replica in candidates if replica is not latest]
+
+
+def is_replica_fault(error: BaseException | None) -> bool:
+    """Whether the replica failed, not the request: EncodeFailed is about one image, and any encoder would say it."""
+    return isinstance(error, (UpstreamFailed, UpstreamTimeout)) and not isinstance(error, EncodeFailed)
+
+
+def is_worth_another_replica(error: BaseException) -> bool:
+    return is_replica_fault(error) or isinstance(error, (NotReady, Overloaded, RateLimited))
+
+
+def by_rendezvous(candidates: list[Replica[Info]], key: bytes) -> Replica[Info] | None:
+    """The replica where equal keys meet, or the next in that key's order whose load is within bounds.
+
+    Removing a replica moves only its own keys; the bound keeps one popular key from drowning its replica.
+    """
+    if not candidates:
+        return None
+    bound = math.ceil(LOAD_FACTOR * (1 + sum(replica.outstanding for replica in candidates)) / len(candidates))
+    ranked = sorted(candidates, key=lambda replica: rendezvous_score(key, replica.url), reverse=True)
+    return next((replica for replica in ranked if replica.outstanding < bound), ranked[0])
+
+
+def rendezvous_score(key: bytes, url: str) -> bytes:
+    return hashlib.blake2b(url.encode(), key=key[:64], digest_size=8).digest()

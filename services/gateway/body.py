@@ -1,0 +1,74 @@
+"""Reads a JSON body within the size limit and turns it into one of the schema's models."""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+import orjson
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect
+
+from services.gateway.schema import clean_location, refuse_unsupported
+from shared.errors import InvalidRequest, PayloadTooLarge, RequestAborted
+from shared.http_errors import from_validation_errors
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
+    """Raises InvalidRequest, UnsupportedFeature, PayloadTooLarge; RequestAborted if the client leaves meanwhile."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # Browsers send other types across origins without asking; JSON they must ask for first.
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise InvalidRequest(f"the content type is {content_type[:60]!r}; send application/json")
+    try:
+        raw = await _read(request, max_bytes)
+    except ClientDisconnect as error:
+        raise RequestAborted("the client went away while sending the body") from error
+    return parse(raw, model)
+
+
+def parse(raw: bytes, model: type[Model]) -> Model:
+    try:
+        # orjson refuses what JSON does not have: NaN, Infinity, lone surrogates, nesting without end.
+        body = orjson.loads(raw)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    refuse_unsupported(body)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise from_validation_errors([_readable(details) for details in error.errors()]) from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """Raises PayloadTooLarge as soon as it is known.
+
+    The HTTP server throws away what is left of such a body, piece by piece: the client can finish sending and then
+    finds the answer instead of a broken connection.
+    """
+    too_large = PayloadTooLarge(f"the body is too large; at most {max_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def _readable(details: ErrorDetails) -> ErrorDetails:
+    """Without the names of our classes, with the path as the client wrote it."""
+    if details["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        details["msg"] = "must be a JSON object"
+    elif details["type"] == "missing":
+        details["msg"] = "this field is required"
+    details["loc"] = clean_location(details["loc"])
+    return details

@@ -1,0 +1,149 @@
+"""The story of one text completion: one or several prompts, each a generation of its own, answered together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from services.gateway.answers import Choice, usage_of
+from services.gateway.generation import Generation, Generator
+from services.gateway.schema import CompletionRequest, Prompt, wire_sampling
+from services.gateway.streaming import DONE, AnswerStream, CompletionChunks
+from services.gateway.trace import Trace
+from shared.errors import DiptychError, InvalidRequest
+from shared.hashing import digest
+from shared.wire import Finished, GenerateRequest, Tokens
+
+MAX_PROMPTS = 256
+_AFFINITY_CHARS = 2048
+_AFFINITY_TOKENS = 512
+
+
+class Completions:
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def complete(self, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
+        completion_id, model, generations = await self._start(body, trace)
+        choices = [Choice() for _ in range(body.n * len(generations))]
+        finished: list[Finished] = []
+        try:
+            async with aclosing(_merged(generations)) as events:
+                async for prompt_index, event in events:
+                    if isinstance(event, Finished):
+                        finished.append(event)
+                    else:
+                        choices[prompt_index * body.n + event.index].add(event)
+        finally:
+            await _close(generations)
+        return {
+            "id": completion_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [choice.to_completion(index) for index, choice in enumerate(choices)],
+            "usage": usage_of(finished, trace),
+        }
+
+    async def stream(self, body: CompletionRequest, trace: Trace) -> AnswerStream:
+        """Returns when every prompt's first token is there, so that errors before it stay plain."""
+        completion_id, model, generations = await self._start(body, trace)
+        include_usage = body.stream_options.include_usage
+        chunks = CompletionChunks(id=completion_id, created=int(time.time()), model=model, include_usage=include_usage)
+
+        async def frames() -> AsyncGenerator[bytes]:
+            finished: list[Finished] = []
+            async with aclosing(_merged(generations)) as events:
+                async for prompt_index, event in events:
+                    if isinstance(event, Finished):
+                        finished.append(event)
+                    else:
+                        yield chunks.tokens(event, prompt_index * body.n + event.index)
+            usage = usage_of(finished, trace)
+            yield (chunks.usage(usage) if include_usage else b"") + DONE
+
+        async def close() -> None:
+            await _close(generations)
+
+        return AnswerStream(frames(), close)
+
+    async def _start(self, body: CompletionRequest, trace: Trace) -> tuple[str, str, list[Generation]]:
+        trace.model = model = self._generator.model(body.model)
+        if len(body.prompt) > MAX_PROMPTS:
+            raise InvalidRequest(f"there are {len(body.prompt)} prompts; at most {MAX_PROMPTS}", param="prompt")
+        sampling = wire_sampling(body.sampling())
+        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        openings = [
+            self._generator.open(
+                GenerateRequest(
+                    request_id=f"{completion_id}-{index}",
+                    prompt=prompt,
+                    sampling=sampling,
+                    priority=body.priority,
+                    cache_salt=body.cache_salt,
+                ),
+                model=model,
+                affinity=_affinity(body.cache_salt, prompt),
+                request_id=trace.request_id,
+            )
+            for index, prompt in enumerate(body.prompt)
+        ]
+        tasks = [asyncio.create_task(opening) for opening in openings]
+        try:
+            generations = list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            opened = await asyncio.gather(*tasks, return_exceptions=True)
+            await _close([generation for generation in opened if isinstance(generation, Generation)])
+            raise
+        trace.first_token()
+        return completion_id, model, generations
+
+
+async def _close(generations: list[Generation]) -> None:
+    await asyncio.gather(*(generation.aclose() for generation in generations))
+
+
+async def _merged(generations: list[Generation]) -> AsyncGenerator[tuple[int, Tokens | Finished]]:
+    """Events of all prompts as they come, each with the index of its prompt."""
+    if len(generations) == 1:
+        async for only in generations[0].events():
+            yield 0, only
+        return
+    # One place per prompt: a client that reads slowly slows its engines down instead of filling memory.
+    queue: asyncio.Queue[tuple[int, Tokens | Finished | DiptychError | None]] = asyncio.Queue(len(generations))
+
+    async def pump(index: int, generation: Generation) -> None:
+        try:
+            async for event in generation.events():
+                await queue.put((index, event))
+            await queue.put((index, None))
+        except DiptychError as error:
+            await queue.put((index, error))
+
+    pumps = [asyncio.create_task(pump(index, generation)) for index, generation in enumerate(generations)]
+    num_running = len(pumps)
+    try:
+        while num_running:
+            index, event = await queue.get()
+            if isinstance(event, DiptychError):
+                raise event
+            if event is None:
+                num_running -= 1
+            else:
+                yield index, event
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def _affinity(cache_salt: str, prompt: Prompt) -> bytes:
+    if isinstance(prompt, str):
+        return digest(cache_salt.encode(), prompt[:_AFFINITY_CHARS].encode())
+    return digest(cache_salt.encode(), repr(prompt[:_AFFINITY_TOKENS]).encode())

@@ -1,0 +1,84 @@
+"""Every setting of the gateway, with default and unit. Read from the environment once, at the start.
+
+A setting `x` is the variable `DIPTYCH_GATEWAY_X`; only the Redis URL has the name everybody gives it, `REDIS_URL`.
+Lists are separated by commas. A bad value stops the start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from shared.log import LogFormat
+from shared.settings import RedisUrl
+
+MIB = 2**20
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _base_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https", "dns") or not parts.hostname or parts.path not in ("", "/"):
+        raise ValueError(
+            f"{url!r} is not a service address; give http://host:port, or dns://host:port for all replicas"
+        )
+    if parts.scheme == "dns" and parts.port is None:
+        raise ValueError(f"{url!r} needs a port: dns://host:port")
+    return url.rstrip("/")
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+ServiceUrls = Annotated[tuple[Annotated[str, AfterValidator(_base_url)], ...], NoDecode, BeforeValidator(_split)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class GatewaySettings(BaseSettings):
+    """Environment variables are these names in capitals with the prefix DIPTYCH_GATEWAY_, e.g. DIPTYCH_GATEWAY_PORT."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="DIPTYCH_GATEWAY_", frozen=True, extra="forbid", validate_default=True, populate_by_name=True
+    )
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "auto"
+    samples_dir: Path | None = Field(None, description="folder of pictures that the chat page offers")
+
+    text_engines: ServiceUrls = Field(
+        ("http://127.0.0.1:8002",),
+        description="addresses as http://host:port, or dns://host:port for all replicas of a name",
+    )
+    vision_encoders: ServiceUrls = Field(("http://127.0.0.1:8001",), description="the same for the vision encoders")
+    redis_url: RedisUrl = None
+    probe_interval_s: Seconds = Field(1.0, description="time between two probes of a replica")
+    probe_timeout_s: Seconds = Field(2.0, description="time for a replica to answer a probe")
+    resolve_interval_s: Seconds = Field(3.0, description="time between two look-ups of a dns:// name")
+
+    api_keys: Names = Field((), description="keys that open the API; none: it is open to all")
+    max_body_bytes: int = Field(64 * MIB, gt=0, description="size of a request, its data URLs included")
+    max_images_per_request: int = Field(32, ge=0, description="images in all messages of one request")
+    max_image_bytes: int = Field(20 * MIB, gt=0, description="size of one encoded image")
+
+    fetch_timeout_s: Seconds = Field(10.0, description="a whole fetch: names, connections, redirects, every byte")
+    max_redirects: int = Field(5, ge=0, le=10, description="redirects followed in one fetch")
+    max_fetches_per_host: int = Field(16, ge=1, description="fetches at a time from one host")
+    allow_private_addresses: bool = Field(False, description="fetch from any address, internal ones included")
+    allowed_hosts: Names = Field((), description="host or host:port whose addresses are not checked")
+
+    connect_timeout_s: Seconds = Field(2.0, description="time to connect to a replica")
+    admit_timeout_s: Seconds = Field(15.0, description="encoder: from sending an image to its admission")
+    encode_timeout_s: Seconds = Field(120.0, description="encoder: from admission to the stored embedding")
+    start_timeout_s: Seconds = Field(30.0, description="engine: from sending a request to its acceptance")
+    idle_timeout_s: Seconds = Field(300.0, description="engine: between two events of a stream")
+    known_images: int = Field(20_000, ge=0, description="images whose token count is remembered, 0.5 kB each")
+
+    drain_delay_s: float = Field(0.0, ge=0, description="after SIGTERM, time to go on so that balancers notice")
+    drain_timeout_s: Seconds = Field(30.0, description="after SIGTERM, time for running answers")

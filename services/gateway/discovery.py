@@ -1,0 +1,138 @@
+"""Keeps a pool true: re-resolves names, probes every replica, reads what it publishes about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from typing import Generic, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from services.gateway.balancer import Pool, Replica
+from shared.log import get_logger
+
+log = get_logger(__name__)
+PublishedInfo = TypeVar("PublishedInfo", bound=BaseModel)
+# A busy machine answers late now and then; only a row of missed probes means that nobody is there.
+MAX_MISSED_PROBES = 2
+
+
+class Discovery(Generic[PublishedInfo]):
+    """Watches the replicas of one service until closed.
+
+    addresses   http(s)://host:port (one replica) or dns://host:port (one replica for every address of the name)
+    info_path   where a replica publishes its `info_type`
+    """
+
+    def __init__(
+        self,
+        *,
+        service: str,
+        addresses: tuple[str, ...],
+        pool: Pool[PublishedInfo],
+        info_path: str,
+        info_type: type[PublishedInfo],
+        http: httpx.AsyncClient,
+        probe_interval_s: float,
+        probe_timeout_s: float,
+        resolve_interval_s: float,
+    ) -> None:
+        self._service = service
+        self._addresses = addresses
+        self._pool = pool
+        self._info_path = info_path
+        self._info_type = info_type
+        self._http = http
+        self._probe_interval_s = probe_interval_s
+        self._probe_timeout_s = probe_timeout_s
+        self._resolve_interval_s = resolve_interval_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._resolved: dict[str, list[str]] = {}
+
+    async def start(self) -> None:
+        """Look once, so that a running service is known before the first request, then keep looking."""
+        await self._resolve()
+        await asyncio.gather(*self._start_probes())
+        self._tasks = [asyncio.create_task(self._keep_probing())]
+        if any(address.startswith("dns://") for address in self._addresses):
+            self._tasks.append(asyncio.create_task(self._keep_resolving()))
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._probes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_probing(self) -> None:
+        while True:
+            await asyncio.sleep(self._probe_interval_s)
+            self._start_probes()
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(self._resolve_interval_s)
+            await self._resolve()
+
+    async def _resolve(self) -> None:
+        for address in self._addresses:
+            if not address.startswith("dns://"):
+                self._resolved[address] = [address]
+                continue
+            try:
+                self._resolved[address] = await resolve_replicas(address)
+            except OSError as error:
+                # The replicas of the last good answer stay: a name server's hiccup must not empty the pool.
+                log.warning("name does not resolve", target=self._service, address=address, reason=str(error))
+        self._pool.update(url for urls in self._resolved.values() for url in urls)
+
+    def _start_probes(self) -> list[asyncio.Task[None]]:
+        """Side by side, and none twice at a time: a replica that does not answer delays no other's probe."""
+        self._probes = {url: probe for url, probe in self._probes.items() if not probe.done()}
+        idle = [replica for replica in self._pool.replicas if replica.url not in self._probes]
+        for replica in idle:
+            self._probes[replica.url] = asyncio.create_task(self._probe(replica))
+        return [self._probes[replica.url] for replica in idle]
+
+    async def _probe(self, replica: Replica[PublishedInfo]) -> None:
+        was_ready = replica.ready
+        reason = ""
+        try:
+            async with asyncio.timeout(self._probe_timeout_s):
+                info = await self._ask(replica.url)
+            replica.num_missed_probes = 0
+            replica.probed(ready=info is not None, info=info)
+        except (TimeoutError, httpx.TimeoutException):
+            replica.num_missed_probes += 1
+            reason = "no answer"
+            if replica.num_missed_probes > MAX_MISSED_PROBES:
+                replica.probed(ready=False, info=None)
+        except (httpx.HTTPError, ValidationError) as error:
+            reason = type(error).__name__
+            replica.probed(ready=False, info=None)
+        if replica.ready != was_ready:
+            state = "ready" if replica.ready else "not ready"
+            log.info("replica changed", target=self._service, replica=replica.url, state=state, reason=reason)
+
+    async def _ask(self, url: str) -> PublishedInfo | None:
+        """What a ready replica publishes; None if it says that it is not ready."""
+        if (await self._http.get(f"{url}/ready")).status_code != 200:
+            return None
+        # Read every time: a replica may have been restarted with another model between two probes.
+        answer = await self._http.get(f"{url}{self._info_path}")
+        return self._info_type.model_validate_json(answer.content)
+
+
+async def resolve_replicas(address: str) -> list[str]:
+    """dns://name:port -> http://address:port for every address of the name, sorted. Raises OSError."""
+    parts = urlsplit(address)
+    found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    hosts = sorted({str(sockaddr[0]) for *_, sockaddr in found})
+    return [f"http://[{h}]:{parts.port}" if _is_ipv6(h) else f"http://{h}:{parts.port}" for h in hosts]
+
+
+def _is_ipv6(host: str) -> bool:
+    return ipaddress.ip_address(host).version == 6

@@ -1,0 +1,87 @@
+"""Chat messages between the client's form and the engine's: pictures are collected, then replaced by references.
+
+The order of messages and of parts is the client's; text is passed on as it is, placeholder look-alikes included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from services.gateway.images import ImageSource
+from services.gateway.schema import ImageContent, Message, OtherContent, Part, RefusalContent, TextContent
+from shared import wire
+from shared.errors import InvalidRequest, UnsupportedFeature
+from shared.wire import ImageRef
+
+# Roles whose message may have no content: an assistant that only called tools, a tool that returned nothing.
+_MAY_BE_EMPTY = frozenset({"assistant", "tool"})
+_AFFINITY_CHARS = 2048
+
+
+def image_sources(messages: Sequence[Message]) -> list[ImageSource]:
+    """Every image of the conversation, in order. Raises UnsupportedFeature for parts of other kinds."""
+    sources = []
+    for where, part in _parts(messages):
+        if isinstance(part, ImageContent):
+            sources.append(ImageSource(part.image_url.url, f"{where}.image_url"))
+        elif isinstance(part, OtherContent):
+            raise UnsupportedFeature(
+                f"{where}: parts of type {part.type[:40]!r} are not supported; use 'text' or 'image_url'",
+                param=f"{where}.type",
+            )
+    return sources
+
+
+def check_contents(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequest naming a message that needs content and has none."""
+    for index, message in enumerate(messages):
+        if not message.content and message.role not in _MAY_BE_EMPTY:
+            raise InvalidRequest(
+                f"messages[{index}].content: a {message.role} message needs a string or at least one part",
+                param=f"messages[{index}].content",
+            )
+
+
+def to_wire(messages: Iterable[Message], refs: Sequence[ImageRef]) -> list[wire.ChatMessage]:
+    """The messages with `refs`, in the order of `image_sources`, in place of their images."""
+    remaining = iter(refs)
+    return [
+        wire.ChatMessage(
+            role="system" if message.role == "developer" else message.role,
+            content=[part for given in message.content for part in _wire_part(given, remaining)],
+            name=message.name,
+            tool_calls=message.tool_calls,
+            tool_call_id=message.tool_call_id,
+        )
+        for message in messages
+    ]
+
+
+def affinity_parts(messages: Iterable[wire.ChatMessage]) -> Iterator[bytes]:
+    """What the turns of one conversation have in common: its beginning, up to the first question."""
+    budget = _AFFINITY_CHARS
+    for message in messages:
+        for part in message.content:
+            if isinstance(part, wire.ImagePart):
+                yield part.image.image_key.encode()
+            else:
+                yield part.text[:budget].encode()
+                budget -= min(len(part.text), budget)
+        if message.role == "user" or not budget:
+            return
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, Part]]:
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content):
+            yield f"messages[{i}].content[{j}]", part
+
+
+def _wire_part(part: Part, refs: Iterator[ImageRef]) -> Iterator[wire.TextPart | wire.ImagePart]:
+    match part:
+        case ImageContent():
+            yield wire.ImagePart(image=next(refs))
+        case TextContent(text=text) | RefusalContent(refusal=text):
+            # An empty text part must not change the prompt: with it or without it, the picture alone is asked about.
+            if text:
+                yield wire.TextPart(text=text)

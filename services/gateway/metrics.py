@@ -1,0 +1,96 @@
+"""What the gateway counts: requests by route and outcome, times per stage, where images came from, replicas' health.
+
+Labels are bounded: routes are templates, outcomes are codes of the error tree, stages are `shared.wire.Stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from services.gateway.balancer import Pool
+from services.gateway.lifecycle import Lifecycle
+from services.gateway.trace import Trace
+from services.gateway.vision import Vision
+from shared.metrics import PREFIX, STAGE_BUCKETS
+from shared.wire import EncoderInfo, ModelInfo
+
+_NAME = f"{PREFIX}gateway_"
+
+
+class GatewayMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            f"{_NAME}requests", "Requests answered.", ["route", "status", "outcome"], registry=registry
+        )
+        self._duration = Histogram(
+            f"{_NAME}request_duration_seconds",
+            "From the first byte of a request to the last of its answer.",
+            ["route"],
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self._first_token = Histogram(
+            f"{_NAME}time_to_first_token_seconds",
+            "From the request to its first token.",
+            ["route"],
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self._stages = Histogram(
+            f"{_NAME}stage_seconds",
+            "Time of a request in each stage, of whatever service.",
+            ["stage"],
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+
+    def answered(self, route: str, status: int, trace: Trace) -> None:
+        self._requests.labels(route, str(status), trace.outcome).inc()
+        self._duration.labels(route).observe(trace.elapsed_s)
+        if trace.first_token_s is not None:
+            self._first_token.labels(route).observe(trace.first_token_s)
+        for stage, seconds in trace.stages.items():
+            self._stages.labels(stage).observe(seconds)
+
+
+class StateCollector:
+    """Reads at scrape time what the gateway's parts know anyway."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        lifecycle: Lifecycle,
+        engines: Pool[ModelInfo],
+        encoders: Pool[EncoderInfo],
+        vision: Vision,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._engines = engines
+        self._encoders = encoders
+        self._vision = vision
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            f"{_NAME}requests_in_flight", "Requests being worked on.", value=self._lifecycle.num_in_flight
+        )
+        yield GaugeMetricFamily(
+            f"{_NAME}encodes_in_flight", "Encodes being waited for.", value=self._vision.num_in_flight
+        )
+        images = CounterMetricFamily(f"{_NAME}images", "Images by where their reference came from.", labels=["source"])
+        for source, count in self._vision.sources.items():
+            images.add_metric([source], count)
+        yield images
+        ready = GaugeMetricFamily(f"{_NAME}replica_ready", "1 if ready.", labels=["service", "replica"])
+        outstanding = GaugeMetricFamily(
+            f"{_NAME}replica_outstanding", "Requests of this gateway at a replica.", labels=["service", "replica"]
+        )
+        for service, pool in (("text_engine", self._engines), ("vision_encoder", self._encoders)):
+            for replica in pool.replicas:
+                ready.add_metric([service, replica.url], float(replica.ready))
+                outstanding.add_metric([service, replica.url], replica.outstanding)
+        yield ready
+        yield outstanding

@@ -1,0 +1,69 @@
+"""The chat page and its sample pictures: a few files, sent as they are, under a policy that lets in nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter
+from starlette.responses import FileResponse, Response
+
+from shared.errors import NotFound
+
+WEB: Final = Path(__file__).parent / "web"
+_PICTURES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes(samples_dir: Path | None) -> APIRouter:
+    """samples_dir   pictures to offer; `samples.json` in it may say what they show and what to ask"""
+    router = APIRouter()
+    samples = {} if samples_dir is None else _samples(samples_dir)
+
+    @router.get("/")
+    async def index() -> Response:
+        return FileResponse(WEB / "index.html", headers=_HEADERS)
+
+    @router.get("/web/{name}")
+    async def web_file(name: str) -> Response:
+        if name not in ("app.js", "style.css"):
+            raise NotFound("there is no such file here")
+        return FileResponse(WEB / name, headers=_HEADERS)
+
+    @router.get("/samples/index.json")
+    async def sample_list() -> Response:
+        return Response(orjson.dumps(list(samples.values())), media_type="application/json", headers=_HEADERS)
+
+    @router.get("/samples/{name}")
+    async def sample(name: str) -> Response:
+        # Only names that were listed at the start are served, so no name can lead out of the folder.
+        if samples_dir is None or name not in samples:
+            raise NotFound("there is no such sample here")
+        return FileResponse(samples_dir / name, media_type=_PICTURES[Path(name).suffix.lower()], headers=_HEADERS)
+
+    return router
+
+
+def _samples(folder: Path) -> dict[str, dict[str, Any]]:
+    """File name -> what the page needs to offer it."""
+    listed = folder / "samples.json"
+    described = {entry["file"]: entry for entry in json.loads(listed.read_text())} if listed.is_file() else {}
+    return {
+        path.name: {
+            "url": f"/samples/{path.name}",
+            "about": described.get(path.name, {}).get("about", path.stem.replace("-", " ")),
+            "questions": [asked["question"] for asked in described.get(path.name, {}).get("questions", [])],
+        }
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in _PICTURES
+    }

@@ -1,0 +1,52 @@
+"""What one request did and how long each stage took: the source of its log line, its metrics and its timings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Trace:
+    """Filled in along the way. `stages` maps a stage of `shared.wire.Stage` to seconds."""
+
+    request_id: str
+    started_at: float = field(default_factory=time.perf_counter)
+    stages: dict[str, float] = field(default_factory=dict)
+    outcome: str = "ok"
+    model: str | None = None
+    num_images: int = 0
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_generated_tokens: int | None = None
+    first_token_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_at
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
+
+    def merge(self, timings: Mapping[str, float]) -> None:
+        """Take over another service's stages; of pictures worked on side by side the longest counts."""
+        for name, seconds in timings.items():
+            self.stages[name] = max(seconds, self.stages.get(name, 0.0))
+
+    def first_token(self) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = self.elapsed_s
+
+    def rounded_stages(self) -> dict[str, float]:
+        return {name: round(seconds, 6) for name, seconds in self.stages.items()}
+
+    def server_timing(self) -> str:
+        """The value of a `Server-Timing` header, in milliseconds."""
+        return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in self.stages.items())

@@ -1,0 +1,149 @@
+"""From image bytes to ImageRefs: what is known is not asked again, equal images in flight are encoded once.
+
+Three places know an image, asked in this order: this gateway's memory, Redis (one pipelined look-up), the encoders. A
+request goes on as soon as all of its images are admitted; their encoding goes on in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.gateway.admission import Admission, AdmittedImage
+from services.gateway.backends import EncoderClient
+from services.gateway.balancer import Pool
+from services.gateway.encoding import EncodeJob, Encodes, no_encoder
+from services.gateway.images import LoadedImage, at_part
+from services.gateway.trace import Trace
+from shared.embedding_cache import ImageMetadata
+from shared.errors import DiptychError
+from shared.hashing import image_key
+from shared.wire import EncoderInfo, ImageRef
+
+HASH_INLINE_BYTES = 2**20
+
+
+class MetadataCache(Protocol):
+    async def get_metadata(self, keys: Sequence[str]) -> list[ImageMetadata | None]: ...
+
+
+class Vision:
+    """known_images   how many images' token counts are remembered, least recently used forgotten first"""
+
+    def __init__(
+        self, pool: Pool[EncoderInfo], client: EncoderClient, cache: MetadataCache, *, known_images: int
+    ) -> None:
+        self._pool = pool
+        self._encodes = Encodes(pool, client, self._remember)
+        self._cache = cache
+        self._max_known = known_images
+        self._known: OrderedDict[str, ImageRef] = OrderedDict()
+        self._fingerprint: str | None = None
+        self.sources: Counter[str] = Counter()  # where refs came from, for the metrics
+
+    def max_image_bytes(self, limit: int) -> int:
+        """`limit` or the encoders' own, whichever is smaller: what passes here must not be refused there."""
+        return min([limit, *(info.max_image_bytes for info in self._infos())])
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._encodes)
+
+    async def admit(self, images: Sequence[LoadedImage], trace: Trace, *, fresh: bool = False) -> Admission:
+        """All images admitted, in order. The first refusal ends the wait and names its part.
+
+        fresh   believe neither memory nor Redis: an engine has just failed to get what they promised
+        """
+        fingerprint = self._current_fingerprint()
+        keys = [await _key(image.data, fingerprint) for image in images]
+        refs = {} if fresh else self._recall(keys)
+        await self._look_up([key for key in dict.fromkeys(keys) if key not in refs], refs, fresh=fresh)
+        jobs = [
+            EncodeJob(key, image.data, fingerprint, trace.request_id, again=fresh)
+            for key, image in zip(keys, images, strict=True)
+        ]
+        admission = Admission()
+        is_admitted = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._admit_one(image, job, refs.get(job.key), admission))
+                    for image, job in zip(images, jobs, strict=True)
+                ]
+            admission.images = [task.result() for task in tasks]
+            is_admitted = True
+        except* DiptychError as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            if not is_admitted:
+                admission.release(abandoned=True)
+        return admission
+
+    async def close(self) -> None:
+        await self._encodes.close()
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def _recall(self, keys: Sequence[str]) -> dict[str, ImageRef]:
+        found = {key: ref for key in keys if (ref := self._known.get(key)) is not None}
+        for key in found:
+            self._known.move_to_end(key)
+        self.sources["memory"] += len(found)
+        return found
+
+    async def _look_up(self, keys: list[str], refs: dict[str, ImageRef], *, fresh: bool) -> None:
+        unknown = [key for key in keys if self._encodes.running(key) is None]
+        if fresh or not unknown:
+            return
+        for key, found in zip(unknown, await self._cache.get_metadata(unknown), strict=True):
+            if found is not None:
+                ref = ImageRef(image_key=key, num_tokens=found.num_tokens, width=found.width, height=found.height)
+                refs[key] = ref
+                self._remember(ref)
+                self.sources["redis"] += 1
+
+    def _remember(self, ref: ImageRef) -> None:
+        self._known[ref.image_key] = ref
+        self._known.move_to_end(ref.image_key)
+        while len(self._known) > self._max_known:
+            self._known.popitem(last=False)
+
+    def _infos(self) -> list[EncoderInfo]:
+        return [replica.info for replica in self._pool.available() if replica.info is not None]
+
+    def _current_fingerprint(self) -> str:
+        """The fingerprint of most ready encoders; of equal ones the one in use; of none the last one.
+
+        While a roll-out replaces the encoders every request uses one version, and its keys say which.
+        """
+        counts = Counter(info.fingerprint for info in self._infos())
+        if counts:
+            self._fingerprint = max(counts, key=lambda each: (counts[each], each == self._fingerprint))
+        if self._fingerprint is None:
+            raise no_encoder()
+        return self._fingerprint
+
+    # --- admitting one image ----------------------------------------------------------------------------------------
+
+    async def _admit_one(
+        self, image: LoadedImage, job: EncodeJob, known: ImageRef | None, admission: Admission
+    ) -> AdmittedImage:
+        if known is not None:
+            return AdmittedImage(known, image.param, None)
+        encoding = self._encodes.running(job.key)
+        self.sources["encoder" if encoding is None else "joined"] += 1
+        encoding = encoding or self._encodes.start(job)
+        admission.join(encoding)
+        try:
+            return AdmittedImage(await asyncio.shield(encoding.admitted), image.param, encoding)
+        except DiptychError as error:
+            raise at_part(error, image.param) from error
+
+
+async def _key(data: bytes, fingerprint: str) -> str:
+    """Large images are hashed beside the event loop: hashing lets go of the interpreter's lock."""
+    if len(data) <= HASH_INLINE_BYTES:
+        return image_key(data, fingerprint)
+    return await asyncio.to_thread(image_key, data, fingerprint)

@@ -1,0 +1,231 @@
+"""Which replica is chosen, and that no preference ever costs more than it is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from services.gateway.balancer import (
+    AFFINITY_SLACK,
+    LONGEST_EJECTION_S,
+    Pool,
+    Replica,
+    by_rendezvous,
+    without_latest_failure,
+)
+from services.gateway.discovery import resolve_replicas
+from shared.errors import EncodeFailed, InvalidRequest, NotReady, UpstreamFailed
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+BROKEN = UpstreamFailed("it broke")
+
+
+def pool_of(num_replicas: int, clock: Clock | None = None) -> Pool[str]:
+    pool: Pool[str] = Pool(clock or Clock(), random.Random(7))
+    pool.update(f"http://replica-{index}" for index in range(num_replicas))
+    for replica in pool.replicas:
+        replica.probed(ready=True, info="model")
+    return pool
+
+
+def key(index: int) -> bytes:
+    return index.to_bytes(32, "big")
+
+
+def test_an_empty_pool_chooses_nobody():
+    pool = pool_of(0)
+    assert pool.least_loaded(pool.available(), b"x") is None
+    assert by_rendezvous(pool.available(), b"x") is None
+
+
+def test_only_ready_replicas_with_a_fitting_model_are_available():
+    pool = pool_of(3)
+    first, second, third = pool.replicas
+    first.ready = False
+    second.info = "other"
+    assert pool.available(suits=lambda info: info == "model") == [third]
+    assert pool.available(avoid=[third]) == [second]
+
+
+def test_a_replica_that_never_said_what_it_serves_is_not_available():
+    pool: Pool[str] = Pool(Clock(), random.Random(7))
+    pool.update(["http://new"])
+    pool.replicas[0].probed(ready=True, info=None)
+    assert pool.available() == []
+
+
+def test_equal_prefixes_go_to_one_replica_while_it_has_room():
+    pool = pool_of(4)
+    chosen = {pool.least_loaded(pool.available(), b"conversation").url for _ in range(50)}  # type: ignore[union-attr]
+    assert len(chosen) == 1
+
+
+def test_the_preferred_replica_is_never_busier_than_the_slack_allows():
+    """Soft affinity: one popular prefix spreads out instead of drowning its replica."""
+    pool = pool_of(4)
+    for _ in range(400):
+        replica = pool.least_loaded(pool.available(), b"the same prefix for everybody")
+        assert replica is not None
+        replica.outstanding += 1
+    loads = [replica.outstanding for replica in pool.replicas]
+    assert max(loads) <= 1.4 * (sum(loads) / len(loads)) + AFFINITY_SLACK
+
+
+def test_different_prefixes_spread_about_evenly():
+    pool = pool_of(4)
+    for index in range(400):
+        replica = pool.least_loaded(pool.available(), key(index))
+        assert replica is not None
+        replica.outstanding += 1
+    assert max(replica.outstanding for replica in pool.replicas) <= 125
+
+
+def test_equal_images_meet_at_one_encoder():
+    replicas = pool_of(5).available()
+    assert len({by_rendezvous(replicas, key(3)).url for _ in range(20)}) == 1  # type: ignore[union-attr]
+
+
+def test_images_spread_over_encoders():
+    replicas = pool_of(4).available()
+    counts = Counter(by_rendezvous(replicas, key(index)).url for index in range(400))  # type: ignore[union-attr]
+    assert len(counts) == 4
+    assert max(counts.values()) < 160
+
+
+def test_an_encoder_above_its_share_is_passed_over():
+    """Bounded load."""
+    replicas = pool_of(3).available()
+    favourite = by_rendezvous(replicas, key(1))
+    assert favourite is not None
+    favourite.outstanding = 10
+    assert by_rendezvous(replicas, key(1)) is not favourite
+
+
+def test_removing_an_encoder_moves_only_its_own_images():
+    pool = pool_of(4)
+    before = {index: by_rendezvous(pool.available(), key(index)) for index in range(200)}
+    gone = pool.replicas[2]
+    pool.update(replica.url for replica in pool.replicas if replica is not gone)
+    for index, replica in before.items():
+        if replica is not gone:
+            assert by_rendezvous(pool.available(), key(index)) is replica
+
+
+def test_an_update_keeps_what_is_known_about_a_replica_that_stays():
+    pool = pool_of(2)
+    stays = pool.replicas[1]
+    stays.outstanding = 3
+    pool.update([stays.url, "http://new", "http://new"])
+    assert [replica.url for replica in pool.replicas] == [stays.url, "http://new"]
+    assert pool.replicas[0] is stays
+
+
+def test_a_lease_counts_while_it_is_held_even_if_the_work_fails():
+    replica: Replica[str] = Replica("http://x")
+    seen = []
+
+    def work() -> None:
+        with replica.lease():
+            seen.append(replica.outstanding)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        work()
+    assert seen == [1]
+    assert replica.outstanding == 0
+
+
+def test_three_failures_in_a_row_eject_a_replica_for_a_while():
+    clock = Clock()
+    pool = pool_of(2, clock)
+    bad, good = pool.replicas
+    pool.note(bad, BROKEN)
+    pool.note(bad, BROKEN)
+    assert bad in pool.available()
+    pool.note(bad, BROKEN)
+    assert pool.available() == [good]
+    clock.now += 1.1
+    assert bad in pool.available()
+    pool.note(bad, BROKEN)
+    clock.now += 1.1
+    assert bad not in pool.available(), "the second ejection is longer"
+
+
+def test_a_success_forgives_earlier_failures():
+    pool = pool_of(2)
+    shaky = pool.replicas[0]
+    for _ in range(10):
+        pool.note(shaky, BROKEN)
+        pool.note(shaky, BROKEN)
+        pool.note(shaky, None)
+    assert shaky in pool.available()
+
+
+def test_a_second_try_avoids_the_replica_that_failed_last_if_there_is_another():
+    clock = Clock()
+    pool = pool_of(2, clock)
+    first, second = pool.replicas
+    assert without_latest_failure(pool.available()) == [first, second]
+    pool.note(first, BROKEN)
+    clock.now += 1
+    pool.note(second, BROKEN)
+    assert without_latest_failure([first, second]) == [first]
+    assert without_latest_failure([second]) == [second]
+    assert without_latest_failure([]) == []
+
+
+def test_what_is_wrong_with_a_request_does_not_count_against_the_replica():
+    pool = pool_of(2)
+    for _ in range(10):
+        pool.note(pool.replicas[0], InvalidRequest("no such parameter"))
+        pool.note(pool.replicas[0], EncodeFailed("not finite"))
+        pool.note(pool.replicas[0], asyncio.CancelledError())
+    assert len(pool.available()) == 2
+
+
+def test_a_replica_that_is_not_ready_is_out_until_a_probe_says_otherwise():
+    pool = pool_of(2)
+    starting = pool.replicas[0]
+    pool.note(starting, NotReady("still loading"))
+    assert starting not in pool.available()
+    starting.probed(ready=True, info=None)
+    assert starting in pool.available()
+
+
+def test_ejections_end_after_a_bounded_time():
+    clock = Clock()
+    pool = pool_of(2, clock)
+    for _ in range(50):
+        pool.note(pool.replicas[0], BROKEN)
+    clock.now += LONGEST_EJECTION_S
+    assert len(pool.available()) == 2
+
+
+def test_if_all_replicas_are_ejected_they_are_used_anyway():
+    pool = pool_of(1)
+    for _ in range(5):
+        pool.note(pool.replicas[0], BROKEN)
+    assert pool.available() == pool.replicas
+
+
+async def test_a_dns_address_gives_every_address_of_the_name():
+    replicas = await resolve_replicas("dns://localhost:8002")
+    assert "http://127.0.0.1:8002" in replicas
+    assert all(replica.endswith(":8002") for replica in replicas)
+
+
+async def test_a_name_that_does_not_resolve_is_an_os_error():
+    with pytest.raises(OSError):
+        await resolve_replicas("dns://no-such-name.invalid:8002")
