@@ -121,6 +121,7 @@ class EngineScript:
     fail         sent as an error event after `fail_after` tokens
     cut_after    the connection breaks after so many tokens
     lose_images  how many requests with images find their embeddings gone
+    text_only    serve a model that takes no images
     """
 
     tokens: list[str] = field(default_factory=lambda: list(WORDS))
@@ -132,6 +133,7 @@ class EngineScript:
     fail_after: int = 0
     cut_after: int | None = None
     lose_images: int = 0
+    text_only: bool = False
 
 
 class ScriptedEngine:
@@ -181,7 +183,7 @@ class ScriptedEngine:
             dtype="float32",
             num_kv_blocks=100,
             block_size=16,
-            supports_images=True,
+            supports_images=not self.script.text_only,
             created=1_700_000_000,
         )
 

@@ -20,7 +20,7 @@ from services.gateway.schema import ChatRequest, Message, TokenizeBody, wire_sam
 from services.gateway.streaming import DONE, AnswerStream, ChatChunks
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
-from shared.errors import EmbeddingNotFound, EncodeFailed, InvalidRequest
+from shared.errors import EmbeddingNotFound, EncodeFailed, InvalidRequest, UnsupportedFeature
 from shared.hashing import digest
 from shared.wire import Finished, GenerateRequest, TokenizeRequest, TokenizeResponse
 
@@ -107,7 +107,7 @@ class Chat:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if not body.messages:
             return await self._generator.tokenize(TokenizeRequest(prompt=body.prompt), model=model)
-        admission = await self._admit(await self._load(body.messages, trace), trace, fresh=False)
+        admission = await self._admit(await self._load(body.messages, model, trace), trace, fresh=False)
         try:
             messages = to_wire(body.messages, admission.refs)
             return await self._generator.tokenize(TokenizeRequest(messages=messages, tools=body.tools), model=model)
@@ -120,7 +120,7 @@ class Chat:
         """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way."""
         trace.model = model = self._generator.model(body.model)
         sampling = wire_sampling(body.sampling())
-        images = await self._load(body.messages, trace)
+        images = await self._load(body.messages, model, trace)
         question = Question(f"chatcmpl-{uuid.uuid4().hex}", body, model, sampling, images)
         try:
             generation, admission = await self._ask(question, trace, fresh=False)
@@ -155,12 +155,14 @@ class Chat:
             admission.release(abandoned=True)
             raise
 
-    async def _load(self, messages: Sequence[Message], trace: Trace) -> list[LoadedImage]:
+    async def _load(self, messages: Sequence[Message], model: str, trace: Trace) -> list[LoadedImage]:
         check_contents(messages)
         sources = image_sources(messages)
         trace.num_images = len(sources)
         if not sources:
             return []
+        if not self._generator.takes_images(model):
+            raise UnsupportedFeature(f"{model} takes text only; remove the image parts", param=sources[0].param)
         with trace.stage("fetch"):
             return await self._loader.load(sources, self._vision.max_image_bytes(self._max_image_bytes))
 

@@ -79,6 +79,9 @@ class Generator:
             )
         return name
 
+    def takes_images(self, model: str) -> bool:
+        return any(info.supports_images for info in self.models() if info.id == model)
+
     async def open(self, request: GenerateRequest, *, model: str, affinity: bytes, request_id: str) -> Generation:
         """A generation with its first token. Raises whatever the engine refused it with."""
         replica = self._choose(model, affinity)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.service import VisionEncoderService
-from shared.errors import DiptychError, InvalidRequest, NotReady, PayloadTooLarge
+from shared.errors import DiptychError, InvalidRequest, NotReady, PayloadTooLarge, RequestAborted
 from shared.http_errors import error_response, install_error_handlers
 from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
@@ -167,10 +167,13 @@ def _declared_bytes(request: Request) -> int:
 
 async def _body(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise PayloadTooLarge(f"the image has more than {max_bytes} bytes; this server takes at most that")
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise PayloadTooLarge(f"the image has more than {max_bytes} bytes; this server takes at most that")
+    except ClientDisconnect:
+        raise RequestAborted("the caller went away while it was sending the image") from None
     return bytes(body)
 
 

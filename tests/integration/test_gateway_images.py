@@ -27,7 +27,7 @@ from tests.gateway_stack import (
     running_stack,
 )
 from tests.picture_server import PICTURE, Canary, PictureServer, serving
-from tests.scripted import IMAGE_TOKENS, EncoderScript, png
+from tests.scripted import IMAGE_TOKENS, EncoderScript, EngineScript, png
 
 PARAM = "messages[0].content[1].image_url"
 
@@ -403,3 +403,10 @@ def test_a_picture_in_an_earlier_turn_is_part_of_the_conversation(stack: Stack):
     url = data_url(png(27))
     history = [*question(url), {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Sure?"}]
     assert num_image_tokens(stack.chat(history)) == IMAGE_TOKENS
+
+
+def test_a_text_model_refuses_pictures_with_their_part():
+    with running_stack(script=EngineScript(text_only=True)) as stack:
+        error = assert_openai_error(stack.ask(data_url(png(90))), 400, "unsupported_feature")
+        assert error["param"] == PARAM
+        assert stack.chat().status_code == 200
