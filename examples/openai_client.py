@@ -1,0 +1,28 @@
+"""Ask a running server (`make up`) about a picture with the official client: `python examples/openai_client.py IMAGE`."""
+
+import base64
+import sys
+from pathlib import Path
+
+from openai import OpenAI
+
+picture = Path(sys.argv[1])
+data_url = f"data:image/{picture.suffix[1:]};base64,{base64.b64encode(picture.read_bytes()).decode()}"
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+stream = client.chat.completions.create(
+    model=client.models.list().data[0].id,
+    messages=[
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": data_url}},
+                {"type": "text", "text": "What is in the picture?"},
+            ],
+        }
+    ],
+    temperature=0,
+    stream=True,
+)
+for chunk in stream:
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+print()
