@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ def torch_attention(case: Case) -> Callable[[], object]:
 
 
 def alternate(*calls: Callable[[], object]) -> list[float]:
-    """Seconds of each call, taken in turns: the quickest tenth's limit, as other programs can only add to a time."""
+    """Seconds of each call, taken in turns: the slowest of the quickest tenth, as other programs only add to a time."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + SECONDS_PER_CASE * len(calls)
     while time.perf_counter() < end or len(times[0]) < 5:
@@ -100,7 +99,7 @@ def alternate(*calls: Callable[[], object]) -> list[float]:
             start = time.perf_counter()
             call()
             seconds.append(time.perf_counter() - start)
-    return [statistics.quantiles(seconds[1:], n=10)[0] for seconds in times]
+    return [sorted(seconds)[len(seconds) // 10] for seconds in times]
 
 
 def machine_limits(dtype: torch.dtype) -> tuple[float, float]:

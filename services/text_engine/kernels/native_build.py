@@ -53,6 +53,8 @@ INSTRUCTION_SETS: dict[str, tuple[InstructionSet, ...]] = {
             frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"}),
         ),
         InstructionSet("avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "bmi2", "f16c", "movbe"})),
+        # Little used, but it is as wide as Arm's vectors, so that their path is tested here too.
+        InstructionSet("sse4", ("-march=x86-64-v2",), frozenset({"sse4_2", "ssse3", "popcnt"})),
     ),
     "aarch64": (InstructionSet("neon", (), frozenset({"asimd"})),),
 }

@@ -30,15 +30,18 @@ class NativeLibrary:
         _publish_torch_openmp()
         library = ctypes.CDLL(str(path))
 
-        def function(name: str, *arguments: type) -> ctypes._NamedFuncPointer:
+        def function(name: str, *arguments: type, returns: type | None = None) -> ctypes._NamedFuncPointer:
             entry = getattr(library, f"diptych_{name}")
-            entry.argtypes, entry.restype = arguments, None
+            entry.argtypes, entry.restype = arguments, returns
             return entry  # type: ignore[no-any-return]
 
         self.attend = function("attend", c_int32, c_void_p)
         self.rms_norm = function("rms_norm", c_int32, *[c_void_p] * 3, *[c_int64] * 3, c_float, c_int32)
         self.add_rms_norm = function("add_rms_norm", c_int32, *[c_void_p] * 3, *[c_int64] * 2, c_float, c_int32)
         self.rotary = function("rotary", c_int32, *[c_void_p] * 4, c_int64, c_int32, c_int32, *[c_int64] * 5, c_int32)
+        self.packed_outputs = function("packed_outputs", c_int64, returns=c_int64)
+        self.pack_weight = function("pack_weight", c_int32, *[c_void_p] * 2, *[c_int64] * 2, c_int32)
+        self.matmul = function("matmul", c_int32, *[c_void_p] * 4, *[c_int64] * 4, c_int32)
         self.silu_mul = function("silu_mul", c_int32, *[c_void_p] * 2, *[c_int64] * 3, c_int32)
 
 
@@ -64,11 +67,11 @@ def load_native() -> NativeLibrary | None:
 
 def supported_instruction_sets() -> list[InstructionSet]:
     """What this CPU can run, best first."""
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return [target for target in instruction_sets() if target.cpu_flags <= flags]
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """The first processor's feature list: "flags" on x86, "Features" on Arm."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

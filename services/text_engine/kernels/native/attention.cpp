@@ -45,6 +45,12 @@ namespace {
 
 // ---- work -------------------------------------------------------------------------------------------------------
 
+// Costs are in blocks of 64 dimensions met by one vector, about 10 ns. A parallel region takes a few microseconds; below
+// this cost it takes longer than it saves.
+constexpr int64_t PARALLEL_COST = 2000;
+// A block's trip from memory is worth the arithmetic of this many vectors.
+constexpr int64_t BLOCK_COST = 8;
+
 // Some vectors of one sequence and KV head, over some tiles. Vector v is token v / group of the sequence's new tokens
 // and the (v % group)-th query head of the KV head.
 struct Item {
@@ -65,8 +71,7 @@ class Attention {
 
     void run() {
         plan();
-        // A parallel region costs a few microseconds; below this much work it costs more than it saves.
-        const int num_threads = total_cost_ < 2000 ? 1 : call_.num_threads;
+        const int num_threads = total_cost_ < PARALLEL_COST ? 1 : call_.num_threads;
         if (num_threads > 1) split_large_items(num_threads);
         std::unique_ptr<float[]> partials(new float[partials_size_]);
         const int num_items = (int)items_.size(), num_shared = (int)shared_.size();
@@ -75,7 +80,9 @@ class Attention {
 #pragma omp for schedule(static)
             for (int token = 0; token < call_.num_tokens; ++token) store_token(token);
 #pragma omp for schedule(dynamic, 1)
-            for (int i = 0; i < num_items; ++i) attend(items_[i], partials.get());
+            for (int i = 0; i < num_items; ++i) {
+                attend(items_[i], items_[std::min(i + num_threads, num_items - 1)], partials.get());
+            }
 #pragma omp for schedule(dynamic, 1)
             for (int i = 0; i < num_shared; ++i) combine(shared_[i], partials.get());
         }
@@ -90,8 +97,7 @@ class Attention {
                 const int count = std::min(MAX_VECTORS, num_vectors - first);
                 const int first_block = first_visible(position(seq, first)) / BLOCK;
                 const int last_block = position(seq, first + count - 1) / BLOCK + 1;
-                // A block costs its trip from memory, worth about 8 vectors of arithmetic, and its vectors.
-                const int64_t cost = (int64_t)(last_block - first_block) * (8 + count) * head_dim_ / 64;
+                const int64_t cost = (last_block - first_block) * (BLOCK_COST + count) * head_dim_ / 64;
                 const int first_tile = first_block / TILE_BLOCKS, last_tile = (last_block - 1) / TILE_BLOCKS + 1;
                 for (int kv_head = 0; kv_head < call_.num_kv_heads; ++kv_head) {
                     items_.push_back({seq, kv_head, first, count, first_tile, last_tile, cost});
@@ -130,10 +136,14 @@ class Attention {
 
     int num_new_tokens(int seq) const { return call_.cu_seqlens_q[seq + 1] - call_.cu_seqlens_q[seq]; }
     int position(int seq, int vector) const { return call_.seq_lens[seq] - num_new_tokens(seq) + vector / group_; }
+    int position(const Item& item, int vector) const { return position(item.seq, item.first_vector + vector); }
     int first_visible(int position) const {
         return call_.sliding_window ? std::max(0, position + 1 - call_.sliding_window) : 0;
     }
 
+    const int32_t* block_table(const Item& item) const {
+        return call_.block_tables + item.seq * call_.block_table_stride;
+    }
     Scalar* cached_keys(int64_t block, int kv_head) const {
         return (Scalar*)call_.kv_cache + (block * call_.num_kv_heads + kv_head) * 2 * BLOCK * head_dim_;
     }
@@ -158,30 +168,34 @@ class Attention {
         }
     }
 
-    void attend(const Item& item, float* partials) const {
+    // `next_item` is the one this thread will probably take next.
+    void attend(const Item& item, const Item& next_item, float* partials) const {
+        if (item.partials >= 0) {
+            for (int tile = item.first_tile; tile < item.last_tile; ++tile) {
+                Partial partial(partials + partial_offset(item, tile), item.num_vectors);
+                attend_tile(item, tile, next_item, partial);
+            }
+            return;
+        }
         alignas(64) float total_memory[MAX_VECTORS * (MAX_HEAD_DIM + 2)];
         alignas(64) float tile_memory[MAX_VECTORS * (MAX_HEAD_DIM + 2)];
-        Partial total(total_memory, item.num_vectors);
-        if (item.partials < 0) clear(total, item.num_vectors, head_dim_);
+        Partial total(total_memory, item.num_vectors), partial(tile_memory, item.num_vectors);
+        clear(total, item.num_vectors, head_dim_);
         for (int tile = item.first_tile; tile < item.last_tile; ++tile) {
-            if (item.partials < 0) {
-                Partial partial(tile_memory, item.num_vectors);
-                attend_tile(item, tile, partial);
-                merge(total, partial, item.num_vectors, head_dim_);
-            } else {
-                Partial partial(partials + partial_offset(item, tile), item.num_vectors);
-                attend_tile(item, tile, partial);
-            }
+            attend_tile(item, tile, next_item, partial);
+            merge(total, partial, item.num_vectors, head_dim_);
         }
-        if (item.partials < 0) write_output(item, total);
+        write_output(item, total);
     }
 
+    // Merges the tiles that several items computed.
     void combine(const Item& item, float* partials) const {
         alignas(64) float total_memory[MAX_VECTORS * (MAX_HEAD_DIM + 2)];
         Partial total(total_memory, item.num_vectors);
         clear(total, item.num_vectors, head_dim_);
         for (int tile = item.first_tile; tile < item.last_tile; ++tile) {
-            merge(total, Partial(partials + partial_offset(item, tile), item.num_vectors), item.num_vectors, head_dim_);
+            const Partial partial(partials + partial_offset(item, tile), item.num_vectors);
+            merge(total, partial, item.num_vectors, head_dim_);
         }
         write_output(item, total);
     }
@@ -190,69 +204,76 @@ class Attention {
         return item.partials + (tile - item.first_tile) * Partial::size(item.num_vectors, head_dim_);
     }
 
-    void attend_tile(const Item& item, int tile, Partial& result) const {
-        constexpr int COLUMNS_PER_BLOCK = BLOCK / WIDTH;
-        const int count = item.num_vectors;
-        const int last_position = position(item.seq, item.first_vector + count - 1);
-        const int first_block = std::max(tile * TILE_BLOCKS, first_visible(position(item.seq, item.first_vector)) / BLOCK);
-        const int last_block = std::min((tile + 1) * TILE_BLOCKS, last_position / BLOCK + 1);
-        const int num_blocks = last_block - first_block, num_columns = num_blocks * COLUMNS_PER_BLOCK;
+    // Where the operands of one tile are. Keys and values end with what is to be fetched ahead: see attention_tile.h.
+    struct Operands {
+        static constexpr int COLUMNS_PER_BLOCK = BLOCK / WIDTH;
 
+        int first_block, num_blocks;
         const int32_t* queries[MAX_VECTORS];
-        for (int v = 0; v < count; ++v) queries[v] = query(item, v);
         const int32_t* keys[TILE_BLOCKS * COLUMNS_PER_BLOCK + COLUMNS];
         const int32_t* values[TILE_BLOCKS + COLUMNS];
-        const int32_t* table = call_.block_tables + item.seq * call_.block_table_stride;
-        for (int b = 0; b < num_blocks; ++b) {
-            const int32_t block = table[first_block + b];
-            for (int c = 0; c < COLUMNS_PER_BLOCK; ++c) {
-                keys[b * COLUMNS_PER_BLOCK + c] = (const int32_t*)cached_keys(block, item.kv_head) + c * WIDTH;
-            }
-            values[b] = (const int32_t*)cached_values(block, item.kv_head);
-        }
-        // What follows the keys is the values, what follows those the next tile's keys.
-        for (int i = 0; i < COLUMNS; ++i) {
-            const int32_t next_block = table[std::min(last_block + i, last_position / BLOCK)];
-            keys[num_columns + i] = values[std::min(i, num_blocks - 1)];
-            values[num_blocks + i] = (const int32_t*)cached_keys(next_block, item.kv_head);
-        }
         alignas(64) int32_t tail[BLOCK * MAX_HEAD_DIM];
-        const int seq_len = call_.seq_lens[item.seq];
-        if (last_block * BLOCK > seq_len) {
-            copy_used(tail, values[num_blocks - 1], seq_len % BLOCK);
-            values[num_blocks - 1] = tail;
+    };
+
+    void find_operands(const Item& item, int tile, const Item& next_item, Operands& found) const {
+        constexpr int PER_BLOCK = Operands::COLUMNS_PER_BLOCK;
+        const int last_vector = item.num_vectors - 1;
+        const int last_block = std::min((tile + 1) * TILE_BLOCKS, position(item, last_vector) / BLOCK + 1);
+        found.first_block = std::max(tile * TILE_BLOCKS, first_visible(position(item, 0)) / BLOCK);
+        found.num_blocks = last_block - found.first_block;
+        for (int v = 0; v <= last_vector; ++v) found.queries[v] = query(item, v);
+        const int32_t* table = block_table(item);
+        for (int b = 0; b < found.num_blocks; ++b) {
+            const int32_t block = table[found.first_block + b];
+            for (int c = 0; c < PER_BLOCK; ++c) {
+                found.keys[b * PER_BLOCK + c] = (const int32_t*)cached_keys(block, item.kv_head) + c * WIDTH;
+            }
+            found.values[b] = (const int32_t*)cached_values(block, item.kv_head);
         }
 
+        // The keys are followed by the values, those by the keys of the next tile or item.
+        const bool ends_item = tile + 1 == item.last_tile;
+        const Item& next = ends_item ? next_item : item;
+        const int next_block = ends_item ? next.first_tile * TILE_BLOCKS : last_block;
+        const int final_block = (call_.seq_lens[next.seq] - 1) / BLOCK;
+        for (int i = 0; i < COLUMNS; ++i) {
+            const int32_t block = block_table(next)[std::min(next_block + i, final_block)];
+            found.keys[found.num_blocks * PER_BLOCK + i] = found.values[std::min(i, found.num_blocks - 1)];
+            found.values[found.num_blocks + i] = (const int32_t*)cached_keys(block, next.kv_head);
+        }
+
+        const int seq_len = call_.seq_lens[item.seq];
+        if (last_block * BLOCK > seq_len) {
+            const int32_t*& last_values = found.values[found.num_blocks - 1];
+            copy_used(found.tail, last_values, seq_len % BLOCK);
+            last_values = found.tail;
+        }
+    }
+
+    void attend_tile(const Item& item, int tile, const Item& next_item, Partial& result) const {
+        Operands operands;
+        find_operands(item, tile, next_item, operands);
+        const int count = item.num_vectors, num_slots = operands.num_blocks * BLOCK;
         alignas(64) float scores[MAX_VECTORS * TILE];
-        for (int column = 0; column < num_columns; column += COLUMNS) {
-            with_constant<COLUMNS>(std::min(COLUMNS, num_columns - column), [&](auto n) {
-                for (int v = 0; v < count; v += ROWS) {
-                    with_constant<ROWS>(std::min(ROWS, count - v), [&](auto r) {
-                        score<Element, r(), n()>(queries + v, keys + column, head_dim_ / Element::PER_LANE,
-                                                 scores + v * TILE + column * WIDTH);
-                    });
-                }
-            });
-        }
-        const float scale_log2 = call_.scale * 1.44269504f;
+
+        for_each_register_block(count, num_slots / WIDTH, [&](int v, int column, auto r, auto n) {
+            score<Element, r(), n()>(operands.queries + v, operands.keys + column, head_dim_ / Element::PER_LANE,
+                                     scores + v * TILE + column * WIDTH);
+        });
+        const float scale = call_.scale * 1.44269504f;  // weights are powers of 2
         for (int v = 0; v < count; ++v) {
-            const int at = position(item.seq, item.first_vector + v) - first_block * BLOCK;
-            const int first = call_.sliding_window ? at + 1 - call_.sliding_window : 0;
-            weights_from_scores<Element>(scores + v * TILE, num_blocks * BLOCK, first, at + 1, scale_log2,
-                                         result.max[v], result.sum[v]);
+            const int last = position(item, v) - operands.first_block * BLOCK;
+            const int first = call_.sliding_window ? last + 1 - call_.sliding_window : 0;
+            result.max[v] = mask_and_max(scores + v * TILE, num_slots, first, last + 1) * scale;
         }
-        for (int dim = 0; dim < head_dim_; dim += COLUMNS * WIDTH) {
-            with_constant<COLUMNS>(std::min(COLUMNS, (head_dim_ - dim) / WIDTH), [&](auto n) {
-                const int32_t* chunk[TILE_BLOCKS + COLUMNS];
-                for (int b = 0; b < num_blocks + COLUMNS; ++b) chunk[b] = values[b] + dim;
-                for (int v = 0; v < count; v += ROWS) {
-                    with_constant<ROWS>(std::min(ROWS, count - v), [&](auto r) {
-                        weigh<Element, r(), n()>(scores + v * TILE, chunk, num_blocks, head_dim_,
-                                                 result.output + v * head_dim_ + dim);
-                    });
-                }
-            });
+        for (int v = 0; v < count; ++v) {
+            result.sum[v] = exponentiate<Element>(scores + v * TILE, num_slots, scale, result.max[v]);
         }
+        for_each_register_block(count, head_dim_ / WIDTH, [&](int v, int vector, auto r, auto n) {
+            const int dim = vector * WIDTH;
+            weigh<Element, r(), n()>(scores + v * TILE, operands.values, operands.num_blocks, head_dim_, dim,
+                                     result.output + v * head_dim_ + dim);
+        });
     }
 
     // A block's values with its unused slots zeroed: they may hold anything, and 0 * NaN is NaN.

@@ -35,18 +35,21 @@ inline void score(const int32_t* const* queries, const int32_t* const* columns, 
     store_block(sums, scores, TILE);
 }
 
-// output[r][0 : N * WIDTH] = weights[r] . values, over the slots of `num_blocks` blocks.
+// output[r][0 : N * WIDTH] = weights[r] . values[dim : dim + N * WIDTH], over the slots of `num_blocks` blocks.
 template <class Element, int R, int N>
-inline void weigh(const float* weights, const int32_t* const* values, int num_blocks, int head_dim, float* output) {
+inline void weigh(const float* weights, const int32_t* const* values, int num_blocks, int head_dim, int dim,
+                  float* output) {
     constexpr int LANES = BLOCK / Element::PER_LANE;
     F32 sums[R][N] = {};
     for (int block = 0; block < num_blocks; ++block) {
         const int32_t* block_weights = (const int32_t*)weights + block * LANES;
+        const int32_t* block_values = values[block] + dim;
+        const int32_t* later_values = values[block + COLUMNS] + dim;
         for (int lane = 0; lane < LANES; ++lane) {
-            prefetch<N>(values[block + COLUMNS] + lane * head_dim);
+            prefetch<N>(later_values + lane * head_dim);
             accumulate<Element>(
                 sums, [&](int r) { return block_weights[r * TILE + lane]; },
-                [&](int n) { return load<I32>(values[block] + lane * head_dim + n * WIDTH); });
+                [&](int n) { return load<I32>(block_values + lane * head_dim + n * WIDTH); });
         }
     }
     store_block(sums, output, head_dim);
@@ -66,33 +69,37 @@ struct Partial {
     static int64_t size(int num_vectors, int head_dim) { return (int64_t)num_vectors * (head_dim + 2); }
 };
 
-// Turns the scores of slots [0, num_slots) into weights, in place and in the cache's element type. Slots outside
-// [first, last) weigh exactly 0 whatever their score, NaN included.
-template <class Element>
-inline void weights_from_scores(float* scores, int num_slots, int first, int last, float scale_log2, float& max_out,
-                         float& sum_out) {
+// Softmax in two passes, each over all vectors of a tile: one vector's passes wait for each other, neighbours' do not.
+
+// The largest score among slots [first, last) of [0, num_slots); the others become -inf whatever they hold, NaN included.
+inline float mask_and_max(float* scores, int num_slots, int first, int last) {
     I32 index;
     for (int i = 0; i < WIDTH; ++i) index[i] = i;
     F32 highest = splat(NOTHING);
     for (int slot = 0; slot < num_slots; slot += WIDTH) {
-        F32 x = load<F32>(scores + slot) * splat(scale_log2);
+        F32 score = load<F32>(scores + slot);
         if (slot < first || slot + WIDTH > last) {
             const I32 visible = (index >= splat(first - slot)) & (index < splat(last - slot));
-            x = (F32)(((I32)x & visible) | ((I32)splat(NOTHING) & ~visible));
+            score = (F32)(((I32)score & visible) | ((I32)splat(NOTHING) & ~visible));
+            store(scores + slot, score);
         }
-        store(scores + slot, x);
-        highest = max(highest, x);
+        highest = max(highest, score);
     }
-    max_out = reduce_max(highest);
-    const F32 origin = splat(max_out == NOTHING ? 0.0f : max_out);
+    return reduce_max(highest);
+}
+
+// Turns scores into weights 2^(score * scale - max), in place and in the cache's element type, and returns their sum.
+template <class Element>
+inline float exponentiate(float* scores, int num_slots, float scale, float max) {
+    const F32 minus_max = splat(max == NOTHING ? 0.0f : -max);
     auto* weights = (typename Element::Scalar*)scores;
     F32 sums = {};
     for (int slot = 0; slot < num_slots; slot += WIDTH) {
-        const F32 weight = exp2(load<F32>(scores + slot) - origin);
+        const F32 weight = exp2(fma(load<F32>(scores + slot), splat(scale), minus_max));
         Element::narrow(weights + slot, weight);
         sums += weight;
     }
-    sum_out = reduce_sum(sums);
+    return reduce_sum(sums);
 }
 
 inline void merge(Partial& total, const Partial& tile, int num_vectors, int head_dim) {

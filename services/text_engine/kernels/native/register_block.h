@@ -2,6 +2,7 @@
 // broadcast lane per row with one loaded vector per column.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "simd.h"
@@ -25,6 +26,18 @@ inline void with_constant(int n, Body body) {
     body(std::integral_constant<int, MAX>{});
 }
 
+// Covers num_rows x num_vectors with register blocks: body(row, vector, r, n) for each, r and n being constants.
+template <class Body>
+inline void for_each_register_block(int num_rows, int num_vectors, Body body) {
+    for (int vector = 0; vector < num_vectors; vector += COLUMNS) {
+        with_constant<COLUMNS>(std::min(COLUMNS, num_vectors - vector), [&](auto n) {
+            for (int row = 0; row < num_rows; row += ROWS) {
+                with_constant<ROWS>(std::min(ROWS, num_rows - row), [&](auto r) { body(row, vector, r, n); });
+            }
+        });
+    }
+}
+
 // sums[r][n] += row(r) * column(n).   row gives a lane, column a vector of lanes
 template <class Element, int R, int N, class Row, class Column>
 inline void accumulate(F32 (&sums)[R][N], Row row, Column column) {
@@ -36,6 +49,15 @@ inline void accumulate(F32 (&sums)[R][N], Row row, Column column) {
         const I32 lane = splat(row(r));
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sums[r][n] = Element::dot(sums[r][n], lane, columns[n]);
+    }
+}
+
+template <int R, int N>
+inline void add_block(F32 (&sums)[R][N], const float* source, int64_t row_stride) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) sums[r][n] += load<F32>(source + r * row_stride + n * WIDTH);
     }
 }
 

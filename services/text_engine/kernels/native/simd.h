@@ -97,22 +97,29 @@ inline float reduce_sum(F32 vector) {
 #endif
 }
 
-// 2^x for x <= 127, relative error below 1e-7; exactly 0 below -126, so a score of -inf weighs nothing.
+// 2^x for x <= 126, relative error below 2e-7; 2^-inf is exactly 0, so a masked score weighs nothing.
 inline F32 exp2(F32 x) {
+#if defined(__AVX512F__)
+    const F32 fraction = (F32)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
     // Adding 1.5 * 2^23 rounds to an integer and leaves that integer in the low bits, ready to become an exponent.
     const F32 magic = splat(12582912.0f);
     const F32 clamped = max(x, splat(-126.0f));
-    const F32 shifted = clamped + magic;
-    const F32 fraction = clamped - (shifted - magic);  // in [-0.5, 0.5]
-    F32 power = splat(1.5345812e-4f);  // 2^fraction, a minimax polynomial
-    power = fma(power, fraction, splat(1.3399931e-3f));
-    power = fma(power, fraction, splat(9.6184893e-3f));
-    power = fma(power, fraction, splat(5.5503286e-2f));
-    power = fma(power, fraction, splat(2.4022646e-1f));
-    power = fma(power, fraction, splat(6.9314718e-1f));
+    const F32 shifted = (clamped - splat(0.5f)) + magic;
+    const F32 fraction = clamped - (shifted - magic);
+#endif
+    F32 power = splat(1.8671300e-3f);  // 2^fraction, fraction in [0, 1]: a minimax polynomial that is exact at 0
+    power = fma(power, fraction, splat(9.0170307e-3f));
+    power = fma(power, fraction, splat(5.5799913e-2f));
+    power = fma(power, fraction, splat(2.4016445e-1f));
+    power = fma(power, fraction, splat(6.9315130e-1f));
     power = fma(power, fraction, splat(1.0f));
+#if defined(__AVX512F__)
+    return (F32)_mm512_scalef_ps((__m512)power, (__m512)x);
+#else
     const I32 scaled = (I32)power + ((I32)shifted << 23);
     return (F32)((x >= splat(-126.0f)) & scaled);
+#endif
 }
 
 inline F32 widen_bf16(U16 bits) { return (F32)(__builtin_convertvector(bits, U32) << 16); }

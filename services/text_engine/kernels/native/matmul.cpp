@@ -1,0 +1,174 @@
+// y = x W^T + bias for any number of rows, W packed once.
+//
+// W [num_outputs, depth] is packed into panels of COLUMNS * WIDTH outputs, each [depth / PER_LANE][outputs of the
+// panel] in lanes (see simd.h): a row block walks a panel from start to end, in one sequential stream. Outputs beyond
+// the last are zeros.
+//
+// An output is a sum of pieces of MAX_LANES lanes, each one chain of multiply-adds, in order, whatever the number of rows
+// and threads: a row's result does not depend on the batch it is in. (Libraries choose another blocking for another
+// number of rows.)
+
+#include <algorithm>
+
+#include "register_block.h"
+
+namespace diptych {
+namespace {
+
+constexpr int PANEL = COLUMNS * WIDTH;
+// A piece of a panel that stays in the second-level cache while many rows pass over it: 1024 x 64 lanes are 256 KiB.
+constexpr int64_t MAX_LANES = 1024;
+// Rows that pass over it; their running sums wait in 48 KiB.
+constexpr int64_t MAX_ROWS = 192;
+// Waking the other threads costs microseconds: below this many multiply-adds one thread is faster.
+constexpr int64_t PARALLEL_WORK = 1 << 18;
+
+int64_t padded_outputs(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL * PANEL; }
+
+// The columns [first, last) of one panel, in lanes relative to it, over all rows.
+template <class Element>
+struct PanelProduct {
+    using Scalar = typename Element::Scalar;
+
+    const Scalar* x;
+    const int32_t* panel;
+    const float* bias;  // of the panel's first output, or null
+    Scalar* y;          // of the panel's first output
+    int64_t num_rows, num_lanes, x_stride, y_stride;
+    int first, last;  // multiples of WIDTH
+    int num_valid;    // outputs of the panel that exist
+
+    void run() const {
+        alignas(64) float sums[MAX_ROWS * PANEL];
+        for (int64_t first_row = 0; first_row < num_rows; first_row += MAX_ROWS) {
+            const int64_t rows = std::min(MAX_ROWS, num_rows - first_row);
+            for (int64_t lane = 0; lane < num_lanes; lane += MAX_LANES) {
+                multiply(first_row, rows, lane, std::min(lane + MAX_LANES, num_lanes), sums);
+            }
+            for (int64_t row = 0; row < rows; ++row) write(sums + row * PANEL, y + (first_row + row) * y_stride);
+        }
+    }
+
+    // Adds lanes [first_lane, last_lane) of `rows` rows to their running sums.
+    void multiply(int64_t first_row, int64_t rows, int64_t first_lane, int64_t last_lane, float* sums) const {
+        // Row blocks of nearly equal size: a last one of a single row would wait for each of its multiply-adds.
+        const int64_t num_blocks = (rows + ROWS - 1) / ROWS;
+        for (int64_t block = 0; block < num_blocks; ++block) {
+            const int64_t row = rows * block / num_blocks, next = rows * (block + 1) / num_blocks;
+            // A single block has no time to spare, and reads a stream that the hardware foresees.
+            const Ahead ahead = num_blocks == 1 ? Ahead::NOTHING : block < COLUMNS ? Ahead::WEIGHTS : Ahead::ROWS;
+            with_constant<ROWS>((int)(next - row), [&](auto r) {
+                with_constant<COLUMNS>((last - first) / WIDTH, [&](auto n) {
+                    multiply_block<r(), n()>(first_row + row, first_lane, last_lane, ahead,
+                                             panel + last_lane * PANEL + block * (last_lane - first_lane) * WIDTH,
+                                             sums + row * PANEL + first);
+                });
+            });
+        }
+    }
+
+    // What a row block fetches while it computes: its share of the weights that follow in memory, which are needed
+    // next, or the rows of the block after it.
+    enum class Ahead { NOTHING, WEIGHTS, ROWS };
+
+    template <int R, int N>
+    void multiply_block(int64_t row, int64_t first_lane, int64_t last_lane, Ahead ahead, const int32_t* next_weights,
+                        float* running) const {
+        F32 sums[R][N] = {};
+        const int64_t row_lanes = x_stride / Element::PER_LANE;
+        const int32_t* rows[R];
+        for (int r = 0; r < R; ++r) rows[r] = (const int32_t*)x + (row + r) * row_lanes;
+        const int32_t* next_rows = rows[0] + R * row_lanes;
+        const int32_t* columns = panel + first;
+        for (int64_t lane = first_lane; lane < last_lane; ++lane) {
+            if (ahead == Ahead::WEIGHTS) __builtin_prefetch(next_weights + (lane - first_lane) * WIDTH, 0, 2);
+            // Of 16 lanes in a line, each of 8 rows gets two.
+            if (ahead == Ahead::ROWS) __builtin_prefetch(next_rows + lane % 8 * row_lanes + lane);
+            accumulate<Element>(
+                sums, [&](int r) { return rows[r][lane]; },
+                [&](int n) { return load<I32>(columns + lane * PANEL + n * WIDTH); });
+        }
+        if (first_lane > 0) add_block(sums, running, PANEL);
+        store_block(sums, running, PANEL);
+    }
+
+    void write(const float* sums, Scalar* row) const {
+        for (int column = first; column < last; column += WIDTH) {
+            F32 result = load<F32>(sums + column);
+            if (num_valid - column >= WIDTH) {
+                if (bias) result += load<F32>(bias + column);
+                Element::narrow(row + column, result);
+                continue;
+            }
+            Scalar narrowed[WIDTH];
+            for (int i = 0; i < num_valid - column; ++i) result[i] += bias ? bias[column + i] : 0.0f;
+            Element::narrow(narrowed, result);
+            std::copy_n(narrowed, std::max(0, num_valid - column), row + column);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace diptych
+
+using namespace diptych;
+
+DIPTYCH_EXPORT int64_t diptych_packed_outputs(int64_t num_outputs) { return padded_outputs(num_outputs); }
+
+// packed [padded_outputs / PANEL][depth / PER_LANE][PANEL][PER_LANE] <- weight [num_outputs, depth], contiguous.
+DIPTYCH_EXPORT void diptych_pack_weight(int32_t element_type, const void* weight, void* packed, int64_t num_outputs,
+                                        int64_t depth, int32_t num_threads) {
+    with_element(element_type, [&](auto element) {
+        const int64_t num_lanes = depth / decltype(element)::PER_LANE;
+        const int64_t num_panels = padded_outputs(num_outputs) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+        for (int64_t p = 0; p < num_panels; ++p) {
+            int32_t* panel = (int32_t*)packed + p * num_lanes * PANEL;
+            for (int64_t i = 0; i < PANEL; ++i) {
+                const int64_t output = p * PANEL + i;
+                const int32_t* source = (const int32_t*)weight + output * num_lanes;
+                for (int64_t lane = 0; lane < num_lanes; ++lane) {
+                    panel[lane * PANEL + i] = output < num_outputs ? source[lane] : 0;
+                }
+            }
+        }
+    });
+}
+
+// y [num_rows, num_outputs], contiguous = x [num_rows, depth] W^T + bias [num_outputs] fp32, or null
+DIPTYCH_EXPORT void diptych_matmul(int32_t element_type, const void* x, const void* packed, const float* bias, void* y,
+                                   int64_t num_rows, int64_t num_outputs, int64_t depth, int64_t x_stride,
+                                   int32_t num_threads) {
+    with_element(element_type, [&](auto element) {
+        using Element = decltype(element);
+        using Scalar = typename Element::Scalar;
+        const int64_t num_lanes = depth / Element::PER_LANE;
+        const int64_t num_columns = (num_outputs + WIDTH - 1) / WIDTH;
+        const int num_parts = num_rows * num_outputs * depth < PARALLEL_WORK ? 1 : num_threads;
+#pragma omp parallel for schedule(static) num_threads(num_parts) if (num_parts > 1)
+        for (int part = 0; part < num_parts; ++part) {
+            // An equal share of the outputs each, in vectors: panels are too coarse for narrow matrices.
+            int64_t output = num_columns * part / num_parts * WIDTH;
+            const int64_t end = num_columns * (part + 1) / num_parts * WIDTH;
+            while (output < end) {
+                const int64_t start = output / PANEL * PANEL;
+                const int64_t stop = std::min(start + PANEL, end);
+                PanelProduct<Element>{
+                    (const Scalar*)x,
+                    (const int32_t*)packed + start * num_lanes,
+                    bias ? bias + start : nullptr,
+                    (Scalar*)y + start,
+                    num_rows,
+                    num_lanes,
+                    x_stride,
+                    num_outputs,
+                    (int)(output - start),
+                    (int)(stop - start),
+                    (int)std::min<int64_t>(PANEL, num_outputs - start),
+                }
+                    .run();
+                output = stop;
+            }
+        }
+    });
+}
