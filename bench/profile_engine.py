@@ -22,6 +22,7 @@ from services.text_engine import engine as engine_module
 from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.engine import Engine, EngineRequest
+from services.text_engine.kernels.native_matmul import PackedLinear
 from services.text_engine.models.layers import Linear
 from services.text_engine.runner import model_runner
 from shared.sampling import SamplingParams
@@ -58,7 +59,8 @@ def instrument(engine: Engine) -> Stopwatch:
     watch = Stopwatch()
     decoder = engine.runner._decoder
     layer = decoder._layers[0]
-    watch.wrap(Linear, "__call__", "matmul")
+    for product in (Linear, PackedLinear):
+        watch.wrap(product, "__call__", "matmul")
     watch.wrap(type(layer._attention), "attend", "attention")
     for name in ("rms_norm", "add_rms_norm", "rotary", "silu_mul"):
         watch.wrap(layer._kernels, name, "elementwise")

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,10 +29,12 @@ from services.text_engine.kernels import reference
 from services.text_engine.kernels.interface import Kernels
 from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import load_native
+from services.text_engine.kernels.native_matmul import PackedLinear, packing_pays
 from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.decoder import attention_shapes
 from services.text_engine.models.dtype import choose_dtype
 from services.text_engine.models.families import load_model_config
+from services.text_engine.models.layers import Linear, MakeProduct
 from services.text_engine.models.weights import load_decoder
 from services.text_engine.prompt import PromptBuilder
 from services.text_engine.runner.kv_cache import BLOCK_SIZE, KVCachePlan, memory_budget, plan_kv_cache
@@ -66,10 +69,19 @@ def build_engine(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], N
     _set_threads(settings.num_threads)
     config = load_model_config(settings.model)
     dtype = choose_dtype(settings.dtype, device)
-    attention, kernels = _choose_kernels(settings, device, dtype)
+    parts = _choose_parts(settings, device, dtype)
+    attention = parts.attention
     name = settings.served_model_name or settings.model.name
     log.info("loading model", model=name, dtype=dtype_name(dtype), device=str(device), threads=torch.get_num_threads())
-    decoder = load_decoder(settings.model, config, attention, kernels, dtype=dtype, device=device)
+    decoder = load_decoder(
+        settings.model,
+        config,
+        attention,
+        parts.kernels,
+        dtype=dtype,
+        device=device,
+        make_product=parts.make_product,
+    )
     plan = _plan(settings, config, attention, device)
     log.info(
         "KV cache",
@@ -137,20 +149,28 @@ def _set_threads(num_threads: int | None) -> None:
     torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
 
-def _choose_kernels(
-    settings: TextEngineSettings, device: torch.device, dtype: torch.dtype
-) -> tuple[AttentionBackend, Kernels]:
+@dataclass(frozen=True, slots=True)
+class _DeviceParts:
+    """What differs between devices."""
+
+    attention: AttentionBackend
+    kernels: Kernels
+    make_product: MakeProduct = Linear
+
+
+def _choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> _DeviceParts:
     """The compiled CPU kernels where they exist and are wanted, else plain PyTorch."""
     wants_native = settings.attention_backend != "reference" and not settings.enforce_eager
     library = load_native() if device.type == "cpu" and wants_native else None
     if library is not None and dtype in (torch.bfloat16, torch.float32):
-        return CpuAttention(library, dtype), NativeKernels(library)
+        make_product = partial(PackedLinear, library) if packing_pays(library, dtype) else Linear
+        return _DeviceParts(CpuAttention(library, dtype), NativeKernels(library), make_product)
     if settings.attention_backend == "cpu":
         raise ValueError(
             "attention_backend is 'cpu', but its compiled kernels cannot be used here (device "
             f"{device}, dtype {dtype_name(dtype)}); use 'auto' or 'reference'"
         )
-    return TorchReferenceAttention(dtype, device), reference
+    return _DeviceParts(TorchReferenceAttention(dtype, device), reference)
 
 
 def _plan(

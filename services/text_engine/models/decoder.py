@@ -13,7 +13,7 @@ from torch.nn import functional
 from services.text_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionShape
 from services.text_engine.kernels.interface import Kernels
 from services.text_engine.models.config import ModelConfig
-from services.text_engine.models.layers import Linear
+from services.text_engine.models.layers import Linear, MakeProduct, Product
 from services.text_engine.models.rope import cos_sin_table
 
 ReadWeight = Callable[[str], torch.Tensor]
@@ -33,6 +33,7 @@ class Decoder:
 
     read_weight   our name ("layers.0.self_attn.qkv_proj.weight") -> the tensor on `device`; asked once for each name,
                   layer by layer, so that a lazy reader never holds more than one tensor beside the finished layers
+    make_product  keeps a weight matrix for its products
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Decoder:
         attention: AttentionBackend,
         kernels: Kernels,
         device: torch.device,
+        make_product: MakeProduct = Linear,
     ) -> None:
         self.config = config
         self.attention_shapes = attention_shapes(config)
@@ -49,13 +51,14 @@ class Decoder:
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings, device)
         self._embed_tokens = read_weight("embed_tokens.weight")
         self._layers = [
-            DecoderLayer(config, read_weight, f"layers.{i}.", shape, attention, kernels)
+            DecoderLayer(config, read_weight, f"layers.{i}.", shape, attention, kernels, make_product)
             for i, shape in enumerate(self.attention_shapes)
         ]
         final_norm = read_weight("norm.weight")
         self._norms_after_layers = [layer.input_norm for layer in self._layers[1:]] + [final_norm]
         # Tied: the embedding needs plain rows, the head may repack its own copy.
-        self._lm_head = Linear(self._embed_tokens if config.tie_word_embeddings else read_weight("lm_head.weight"))
+        head = self._embed_tokens if config.tie_word_embeddings else read_weight("lm_head.weight")
+        self._lm_head = make_product(head, None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [num_tokens] -> a new tensor [num_tokens, hidden_size]"""
@@ -101,10 +104,11 @@ class DecoderLayer:
         shape: AttentionShape,
         attention: AttentionBackend,
         kernels: Kernels,
+        make_product: MakeProduct,
     ) -> None:
-        def linear(name: str, has_bias: bool = False) -> Linear:
+        def linear(name: str, has_bias: bool = False) -> Product:
             bias = read_weight(f"{prefix}{name}.bias") if has_bias else None
-            return Linear(read_weight(f"{prefix}{name}.weight"), bias)
+            return make_product(read_weight(f"{prefix}{name}.weight"), bias)
 
         self._shape = shape
         self._attention = attention

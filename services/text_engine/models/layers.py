@@ -1,11 +1,18 @@
-"""`Linear`: a weight matrix kept in whatever form the device multiplies fastest."""
+"""Weight matrices, kept in whatever form the device multiplies fastest: `Linear` here, or one handed to the decoder."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
 from services.text_engine.models.dtype import has_bfloat16
+
+# x [num_rows, in_features] -> [num_rows, out_features]
+Product = Callable[[torch.Tensor], torch.Tensor]
+# weight [out_features, in_features], bias [out_features] or None -> their product with any x
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 # oneDNN picks its block layout for about this many rows; from 1 to 256 rows the choice made no measurable difference.
 PACKED_FOR_NUM_ROWS = 32

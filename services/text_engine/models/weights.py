@@ -18,6 +18,7 @@ from services.text_engine.kernels.interface import Kernels
 from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.decoder import Decoder
 from services.text_engine.models.families import FAMILIES
+from services.text_engine.models.layers import Linear, MakeProduct
 from shared.torch_io import Checkpoint
 
 FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -38,17 +39,19 @@ def load_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    make_product: MakeProduct = Linear,
     on_progress: OnProgress | None = None,
 ) -> Decoder:
     """The decoder of the checkpoint in `folder`, with weights in `dtype` on `device`.
 
-    config       as `families.load_model_config` read it from the same folder
-    on_progress  called with the share of tensors loaded, rising to 1.0
+    config        as `families.load_model_config` read it from the same folder
+    make_product  keeps a weight matrix for its products
+    on_progress   called with the share of tensors loaded, rising to 1.0
     Raises FileNotFoundError without safetensors files, CheckpointError for missing, unexpected or misshapen tensors.
     """
     weights = CheckpointWeights(Checkpoint(folder), config, dtype, device, on_progress)
     config = dataclasses.replace(config, tie_word_embeddings=weights.is_tied)
-    return Decoder(config, weights.read, attention, kernels, device)
+    return Decoder(config, weights.read, attention, kernels, device, make_product)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
