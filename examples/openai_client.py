@@ -1,4 +1,4 @@
-"""Ask a running server (`make up`) about a picture with the official client: `python examples/openai_client.py IMAGE`."""
+"""Ask a running server (`make up`) about a picture with the official client: `python examples/openai_client.py FILE`"""
 
 import base64
 import sys
