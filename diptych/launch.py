@@ -28,11 +28,12 @@ from diptych.progress import Lines, starting
 
 PROBE_TIMEOUT_S = 2.0
 
-# Encoder and engine share the cores and mostly take turns. An idle OpenMP thread spins, by default, on a core that the
-# other panel could use; PASSIVE makes it sleep. One engine alone decodes as fast either way (14 ms a token on two
-# cores); beside other work its median falls from 22 to 17 ms. KMP_BLOCKTIME says the same to Intel's and LLVM's OpenMP.
-# A variable that is already set is left alone.
-THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+# Encoder and engine share the cores and mostly take turns. An idle OpenMP thread spins, by default, on a core that
+# others could use, and a step that meets such a thread takes ten times as long; one that sleeps at once must be woken
+# for every product. 2000 spins bridge the gaps inside a step and no more: decoding 16 rows takes 15 ms a step so, as
+# with endless spinning, and 22 ms with OMP_WAIT_POLICY=PASSIVE. KMP_BLOCKTIME is what Intel's and LLVM's OpenMP have
+# for it. A variable that is already set is left alone.
+THREAD_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 
 # The gateway drains first, while both panels still work for the requests it has accepted. The cache goes last.
 GATEWAY_STAGE, PANEL_STAGE, CACHE_STAGE = 0, 1, 2

@@ -79,7 +79,8 @@ async def _load_or_die(app: FastAPI, service: TextEngineService) -> None:
         expected = isinstance(error, ValueError | OSError)
         log.error("the model cannot be loaded", reason=str(error), exc_info=None if expected else error)
         app.state.failed = True
-        app.state.stop()
+        if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
+            stop()
 
 
 class _EventStream(StreamingResponse):
@@ -136,7 +137,7 @@ def _add_routes(app: FastAPI) -> None:
     async def health(service: Service) -> Response:
         if service.is_live:
             return JSONResponse({"status": "ok"})
-        return error_response(NotReady("the engine's thread has died; restart this service"))
+        return error_response(NotReady(f"restart this service: {service.why_not_ready()}"))
 
     @app.get("/ready")
     async def ready(service: Service) -> Response:

@@ -44,7 +44,8 @@ class EmbeddingFetcher:
             try:
                 return self._checked(blob, ref)
             except (BlobError, EncodeFailed) as error:
-                log.warning("ignoring a damaged cache entry", image_key=ref.image_key[:12], reason=str(error))
+                log.warning("dropping a damaged cache entry", image_key=ref.image_key[:12], reason=str(error))
+                await self._cache.discard(ref.image_key)  # or encoders, which check less of it, would pass it on
         if ref.encoder_url is None:
             raise EmbeddingNotFound(f"the embedding of image {ref.image_key[:12]} has left the cache")
         blob = await self._pull(ref, ref.encoder_url)

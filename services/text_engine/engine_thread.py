@@ -1,5 +1,8 @@
-"""Drives the engine in a thread of its own, so that neither side waits for the other: commands go in through a queue,
-outputs of a whole step go out in one call on the event loop.
+"""Builds and drives the engine in a thread of its own, so that neither side waits for the other: commands go in through
+a queue, outputs of a whole step go out in one call on the event loop.
+
+Building belongs here because OpenMP keeps a team of threads for every thread that ever ran a parallel region; with a
+second team about, waiting threads go to sleep sooner, and a decode step takes 21 ms instead of 15.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
+from services.text_engine.build import BuiltEngine
 from services.text_engine.engine import Engine, EngineOutput, EngineRequest, RequestFailed
 from shared.errors import DiptychError
 from shared.log import get_logger
@@ -27,12 +32,13 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: Engine,
+        build: Callable[[], BuiltEngine],
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[list[EngineOutput]], None],
         on_step: Callable[[Engine, float], None],
     ) -> None:
-        self._engine = engine
+        self._build = build
+        self._built: Future[BuiltEngine] = Future()
         self._loop = loop
         self._deliver = deliver
         self._on_step = on_step
@@ -43,8 +49,10 @@ class EngineThread:
         self._step_started: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
+    def start(self) -> Future[BuiltEngine]:
+        """The result is there when the engine runs; its exception is what building raised."""
         self._thread.start()
+        return self._built
 
     def stop(self) -> None:
         """Finish the current step and end the thread; waits for it."""
@@ -82,9 +90,15 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            built = self._build()
+        except BaseException as error:  # noqa: BLE001 - whoever started the thread hears of it
+            self._built.set_exception(error)
+            return
+        self._built.set_result(built)
+        try:
             while self._wait_for_work():
-                self._run_commands()
-                self._step()
+                self._run_commands(built.engine)
+                self._step(built.engine)
         except BaseException:
             log.exception("the engine's thread died; this service is no longer ready")
             raise
@@ -97,22 +111,22 @@ class EngineThread:
                 self._wake.wait()
             return not self._is_stopping
 
-    def _run_commands(self) -> None:
+    def _run_commands(self, engine: Engine) -> None:
         outputs: list[EngineOutput] = []
         while self._commands:
-            outputs += self._commands.popleft()(self._engine)
-        self._can_step = self._engine.scheduler.has_work
+            outputs += self._commands.popleft()(engine)
+        self._can_step = engine.scheduler.has_work
         self._send(outputs)
 
-    def _step(self) -> None:
+    def _step(self, engine: Engine) -> None:
         if not self._can_step:
             return
         self._step_started = time.monotonic()
-        outputs = self._engine.step()
+        outputs = engine.step()
         elapsed = time.monotonic() - self._step_started
         self._step_started = None
         self._can_step = outputs is not None
-        self._on_step(self._engine, elapsed)
+        self._on_step(engine, elapsed)
         self._send(outputs or [])
 
     def _send(self, outputs: list[EngineOutput]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -69,15 +70,21 @@ class TextEngineService:
 
     async def start(self) -> None:
         """Load the model without blocking the event loop, then run the engine. Raises what `build_engine` raises."""
-        built = await asyncio.to_thread(build_engine, self.settings, self._on_wanted)
+        try:
+            thread = EngineThread(
+                partial(build_engine, self.settings, self._on_wanted), self._loop, self._deliver, self._on_step
+            )
+            built = await asyncio.wrap_future(thread.start())
+        except Exception as error:
+            self.load_error = error
+            raise
         self._fetcher = EmbeddingFetcher(
             self._cache,
             self._http,
             hidden_size=built.info.hidden_size,
             timeout_s=self.settings.embedding_timeout_s,
         )
-        self._thread = EngineThread(built.engine, self._loop, self._deliver, self._on_step)
-        self._thread.start()
+        self._thread = thread
         self._built = built
 
     async def close(self) -> None:
@@ -95,6 +102,8 @@ class TextEngineService:
         return self.why_not_ready() is None
 
     def why_not_ready(self) -> str | None:
+        if self.load_error is not None:
+            return f"the model could not be loaded: {self.load_error}"
         if self._thread is None:
             return "the model is loading"
         if self.is_draining:
@@ -107,8 +116,8 @@ class TextEngineService:
 
     @property
     def is_live(self) -> bool:
-        """False only for what a restart cures: a dead engine thread."""
-        return self._thread is None or self._thread.is_alive
+        """False only for what a restart may cure: a dead engine thread, a model that could not be loaded."""
+        return self.load_error is None and (self._thread is None or self._thread.is_alive)
 
     @property
     def info(self) -> ModelInfo:
@@ -173,6 +182,8 @@ class TextEngineService:
         for output in outputs:
             if isinstance(output, RequestFinished):
                 self.metrics.observe_finished(output)
+            elif isinstance(output, TokenOutput) and output.finish is not None:
+                self.metrics.success.labels(output.finish.reason).inc()
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put_nowait(output)
 
@@ -208,11 +219,21 @@ def sampling_params(request: GenerateRequest) -> SamplingParams:
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     given = {name: value for name, value in request.sampling.items() if name in known}
     for name in ("stop", "stop_token_ids"):
-        if name in given:
+        if isinstance(given.get(name), list):
             given[name] = tuple(given[name])
     if "logit_bias" in given:
-        given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
     return SamplingParams(**given)
+
+
+def _logit_bias(given: object) -> dict[int, Any]:
+    """Keys are strings in JSON. Raises InvalidRequest for anything but an object from token ids to numbers."""
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"logit_bias is {given!r}; give an object from token ids to numbers", param="logit_bias")
+    try:
+        return {int(token_id): bias for token_id, bias in given.items()}
+    except ValueError:
+        raise InvalidRequest(f"logit_bias has keys {list(given)}; they must be token ids", param="logit_bias") from None
 
 
 def _build_prompt(built: BuiltEngine, request: GenerateRequest | TokenizeRequest) -> Prompt:

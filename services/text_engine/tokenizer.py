@@ -89,13 +89,14 @@ class Tokenizer:
         value = self.config.get(name)
         return value.get("content") if isinstance(value, dict) else value
 
-    @property
+    @cached_property
     def strips_leading_space(self) -> bool:
         """SentencePiece style: the space that marks the first word of a text is not part of it."""
         return any(step["type"] == "Strip" and step.get("start", 0) > 0 for step in self._decoder_steps)
 
-    @property
+    @cached_property
     def _decoder_steps(self) -> list[dict[str, Any]]:
+        # Serialising a tokenizer takes a tenth of a second: once.
         decoder = json.loads(self._rust.to_str())["decoder"]
         if decoder is None:
             return []

@@ -40,18 +40,22 @@ class BatchedResult(Generic[Result]):
 
 
 class Batcher(Generic[Item, Result]):
-    """run: a batch of equal shape -> one result per item, in order; called in a thread of its own, one at a time."""
+    """Hands batches to one thread, one at a time.
+
+    run     a batch of equal shape -> one result per item, in order
+    thread  an executor of one thread, which `close` shuts down
+    """
 
     def __init__(
         self,
         run: Callable[[Sequence[Item]], list[Result]],
         *,
         max_batch_size: int,
-        thread_setup: Callable[[], None] = lambda: None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
         self._run = run
         self._max_batch_size = max_batch_size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower", initializer=thread_setup)
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._waiting: deque[_Job[Item, Result]] = deque()
         self._arrived = asyncio.Event()
         self._busy_since: float | None = None

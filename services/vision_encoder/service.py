@@ -7,6 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import torch
@@ -89,12 +90,18 @@ class VisionEncoderService:
 async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> AsyncIterator[tuple[Encoder, EncoderInfo]]:
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    family = await asyncio.to_thread(load_family, settings.model)
-    await asyncio.to_thread(family.prepare_weights, device, dtype)
+    # One thread loads the tower and runs it: OpenMP keeps a team for every thread that ever ran a parallel region, and
+    # with more teams than cores waiting threads go to sleep too soon. Their number, too, is kept per calling thread.
+    thread = ThreadPoolExecutor(
+        1, thread_name_prefix="tower", initializer=lambda: torch.set_num_threads(settings.tower_threads)
+    )
+    loop = asyncio.get_running_loop()
+    family = await loop.run_in_executor(thread, load_family, settings.model)
+    await loop.run_in_executor(thread, family.prepare_weights, device, dtype)
     fingerprint = family.fingerprint(dtype, settings.background_colour)
     async with AsyncExitStack() as stack:
         pool = await _open_pool(stack, settings, family)
-        batcher = _open_batcher(stack, settings, family, metrics)
+        batcher = _open_batcher(stack, settings, family, metrics, thread)
         await _warm_up(batcher, family)
         cache = EmbeddingCache(
             settings.redis_url, ttl_s=settings.embedding_ttl_s, op_timeout_s=settings.redis_timeout_s
@@ -143,13 +150,14 @@ async def _open_pool(stack: AsyncExitStack, settings: VisionEncoderSettings, fam
 
 
 def _open_batcher(
-    stack: AsyncExitStack, settings: VisionEncoderSettings, family: Family, metrics: EncoderMetrics
+    stack: AsyncExitStack,
+    settings: VisionEncoderSettings,
+    family: Family,
+    metrics: EncoderMetrics,
+    thread: ThreadPoolExecutor,
 ) -> Batcher[TowerInput, bytes | EncodeFailed]:
     batcher: Batcher[TowerInput, bytes | EncodeFailed] = Batcher(
-        Tower(family, metrics),
-        max_batch_size=settings.max_batch_size,
-        # OpenMP keeps its number of threads per calling thread, so it is set in the tower's own.
-        thread_setup=lambda: torch.set_num_threads(settings.tower_threads),
+        Tower(family, metrics), max_batch_size=settings.max_batch_size, thread=thread
     )
     stack.push_async_callback(batcher.close)
     return batcher
