@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml requirements.lock
 	echo "Setting up $(VENV) with $$($(PYTHON) -V): about 2 GB, a few minutes, once."; \
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); \
 	echo "1/3 $(TORCH), the largest package."; \
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock $(TORCH_ARGS) $(TORCH); \
+	$(BIN)/python -m pip install --quiet --no-deps $(TORCH_ARGS) $(TORCH); \
 	echo "2/3 $$(grep -c '==' requirements.lock) packages at the versions of requirements.lock ($$SECONDS s so far)."; \
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock; \
 	echo "3/3 diptych itself, from this folder."; \

@@ -37,8 +37,14 @@ def _redact_event(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str
 def configure_logging(service: str, level: str = "info", log_format: LogFormat = "auto") -> None:
     """Route structlog and the standard library's loggers through one pipeline to stderr. Call once per process."""
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+
+    def add_service(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+        event.setdefault("service", service)
+        return event
+
     shared_processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        add_service,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
         structlog.processors.format_exc_info,
@@ -63,7 +69,6 @@ def configure_logging(service: str, level: str = "info", log_format: LogFormat =
     root.setLevel(level.upper())
     for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    structlog.contextvars.bind_contextvars(service=service)
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

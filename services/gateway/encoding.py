@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.backends import EncoderClient
-from services.gateway.balancer import Pool, Replica, by_rendezvous, is_worth_another_replica, without_latest_failure
+from services.gateway.balancer import (
+    Pool,
+    Replica,
+    by_rendezvous,
+    is_replica_fault,
+    is_worth_another_replica,
+    without_latest_failure,
+)
 from shared.errors import DiptychError, NotReady, UpstreamFailed
 from shared.wire import Admitted, Encoded, EncoderInfo, ImageRef
 
 RETRY_AFTER_S = 2.0
+MAX_FAULTS = 1  # replicas that may break over one image before another is not worth the risk
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +132,29 @@ class Encodes:
         await asyncio.gather(*(encoding.task for encoding in encodings if encoding.task), return_exceptions=True)
 
     async def _run(self, job: EncodeJob, encoding: Encoding) -> None:
-        """One encode to its end, on another replica if the first gives out before it has admitted the image."""
+        """One encode to its end. A replica that takes nothing is passed over; one that breaks is replaced once."""
         try:
-            replica = self._choose(job, avoid=[])
-            if replica is None:
-                raise no_encoder()
-            try:
-                await self._run_on(replica, job, encoding)
-            except DiptychError as error:
-                other = self._choose(job, avoid=[replica])
-                if encoding.admitted.done() or other is None or not is_worth_another_replica(error):
-                    raise
-                await self._run_on(other, job, encoding)
+            await self._run_somewhere(job, encoding)
         except DiptychError as error:
             encoding.fail(error)
         except BaseException:
             encoding.fail(UpstreamFailed("the encode was abandoned"))
             raise
+
+    async def _run_somewhere(self, job: EncodeJob, encoding: Encoding) -> None:
+        tried: list[Replica[EncoderInfo]] = []
+        num_faults = 0
+        failure: DiptychError = no_encoder()
+        while (replica := self._choose(job, avoid=tried)) is not None:
+            try:
+                return await self._run_on(replica, job, encoding)
+            except DiptychError as error:
+                num_faults += is_replica_fault(error)
+                if encoding.admitted.done() or not is_worth_another_replica(error) or num_faults > MAX_FAULTS:
+                    raise
+                failure = error
+                tried.append(replica)
+        raise failure
 
     async def _run_on(self, replica: Replica[EncoderInfo], job: EncodeJob, encoding: Encoding) -> None:
         try:

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
 from services.gateway.backends import EngineClient
-from services.gateway.balancer import Pool, Replica, is_worth_another_replica
+from services.gateway.balancer import Pool, Replica, is_replica_fault, is_worth_another_replica
 from shared.errors import DiptychError, ModelNotFound, NotReady, UpstreamFailed
 from shared.wire import Finished, GenerateRequest, ModelInfo, Started, TokenizeRequest, TokenizeResponse, Tokens
 
 RETRY_AFTER_S = 2.0
 END_OF_STREAM_S = 0.5
+MAX_FAULTS = 1  # engines that may break over one request before another is not worth the risk
 
 
 class Generation:
@@ -83,20 +84,28 @@ class Generator:
         return any(info.supports_images for info in self.models() if info.id == model)
 
     async def open(self, request: GenerateRequest, *, model: str, affinity: bytes, request_id: str) -> Generation:
-        """A generation with its first token. Raises whatever the engine refused it with."""
+        """A generation with its first token. Raises whatever the last engine refused it with.
+
+        An engine that takes nothing (leaving, full) is passed over; one that breaks is replaced once.
+        """
+        tried: list[Replica[ModelInfo]] = []
+        num_faults = 0
         replica = self._choose(model, affinity)
-        try:
-            return await self._open_on(replica, request, request_id)
-        except DiptychError as error:
-            if not is_worth_another_replica(error):
-                raise
-            others = self._pool.available([replica], lambda info: info.id == model)
-            other = self._pool.least_loaded(others, affinity) or self._again(replica, error)
-            if other is None:
-                raise
-        # The engine knows requests by their id, and the first try may not be gone from it yet.
-        again = request.model_copy(update={"request_id": f"{request.request_id}-retry"})
-        return await self._open_on(other, again, request_id)
+        while True:
+            # An engine knows requests by their id, and an earlier try may not be gone from it yet.
+            attempt = f"{request.request_id}-retry{len(tried)}" if tried else request.request_id
+            try:
+                return await self._open_on(replica, request.model_copy(update={"request_id": attempt}), request_id)
+            except DiptychError as error:
+                num_faults += is_replica_fault(error)
+                if not is_worth_another_replica(error) or num_faults > MAX_FAULTS:
+                    raise
+                tried.append(replica)
+                others = self._pool.available(tried, lambda info: info.id == model)
+                other = self._pool.least_loaded(others, affinity) or self._again(replica, error)
+                if other is None:
+                    raise
+                replica = other
 
     async def tokenize(self, request: TokenizeRequest, *, model: str) -> TokenizeResponse:
         replica = self._choose(model, affinity=b"")

@@ -9,10 +9,11 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from services.text_engine.config import TextEngineSettings
@@ -40,7 +41,7 @@ def create_app(settings: TextEngineSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = TextEngineService(settings)
+        service = app.state.service = TextEngineService(settings, on_death=partial(_give_up, app))
         loading = asyncio.create_task(_load_or_die(app, service))
         yield
         loading.cancel()
@@ -78,31 +79,58 @@ async def _load_or_die(app: FastAPI, service: TextEngineService) -> None:
     except Exception as error:
         expected = isinstance(error, ValueError | OSError)
         log.error("the model cannot be loaded", reason=str(error), exc_info=None if expected else error)
-        app.state.failed = True
-        if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
-            stop()
+        _give_up(app)
 
 
-class _EventStream(StreamingResponse):
-    """NDJSON, one event a line; the events' source is closed however the response ends, so that an abort is sure."""
+def _give_up(app: FastAPI) -> None:
+    """End the process with an error, so that whoever supervises it starts another."""
+    app.state.failed = True
+    if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
+        stop()
+
+
+class _EventStream(Response):
+    """NDJSON, one event a line. The events' source is closed however the response ends, so that an abort is sure.
+
+    Sends by itself: Starlette's streaming response costs several times as much a token.
+    """
 
     media_type = NDJSON
 
     def __init__(self, first: GenerateEvent, rest: AsyncGenerator[GenerateEvent]) -> None:
-        self._events = rest
-        super().__init__(_lines(first, rest))
+        self._first = first
+        self._rest = rest
+        super().__init__()
+        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send_events(send))
+        leaving = asyncio.create_task(_disconnected(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
         finally:
-            await self._events.aclose()
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._rest.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": _line(self._first), "more_body": True})
+        async for event in self._rest:
+            await send({"type": "http.response.body", "body": _line(event), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _lines(first: GenerateEvent, rest: AsyncIterator[GenerateEvent]) -> AsyncIterator[str]:
-    yield first.model_dump_json(exclude_none=True) + "\n"
-    async for event in rest:
-        yield event.model_dump_json(exclude_none=True) + "\n"
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _line(event: GenerateEvent) -> bytes:
+    return event.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
 def _service(request: Request) -> TextEngineService:

@@ -13,7 +13,6 @@ from shared.errors import (
     EmbeddingNotFound,
     EncodeFailed,
     UpstreamFailed,
-    UpstreamTimeout,
     error_from_body,
 )
 from shared.log import get_logger
@@ -61,7 +60,8 @@ class EmbeddingFetcher:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.get(url, headers=headers, timeout=self._timeout_s)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise UpstreamTimeout(f"the vision encoder did not deliver within {self._timeout_s:g} s") from error
+            # Not this engine's fault, and the gateway can have the image encoded elsewhere.
+            raise EmbeddingNotFound(f"the vision encoder did not deliver within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise EmbeddingNotFound(f"the vision encoder that made the embedding is gone ({error!r})") from error
         if response.status_code != httpx.codes.OK:

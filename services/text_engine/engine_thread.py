@@ -8,6 +8,7 @@ second team about, waiting threads go to sleep sooner, and a decode step takes 2
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections import deque
@@ -28,6 +29,8 @@ class EngineThread:
     """Owns the only thread that touches the engine.
 
     deliver   called on the event loop with the outputs of one step, in order
+    on_step   called in the thread after a step with its seconds, and with None when there is nothing left to compute
+    on_death  called on the event loop if the thread dies: no request will get any more outputs
     """
 
     def __init__(
@@ -35,13 +38,16 @@ class EngineThread:
         build: Callable[[], BuiltEngine],
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[list[EngineOutput]], None],
-        on_step: Callable[[Engine, float], None],
+        on_step: Callable[[Engine, float | None], None],
+        on_death: Callable[[], None],
     ) -> None:
         self._build = build
         self._built: Future[BuiltEngine] = Future()
         self._loop = loop
         self._deliver = deliver
         self._on_step = on_step
+        self._on_death = on_death
+        self._has_died = False
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
@@ -63,7 +69,7 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._has_died
 
     def seconds_in_step(self) -> float:
         """How long the current step has been running; 0 between steps. A hung step keeps growing."""
@@ -94,6 +100,9 @@ class EngineThread:
         except BaseException as error:  # noqa: BLE001 - whoever started the thread hears of it
             self._built.set_exception(error)
             return
+        # What loading has left is there to stay: the collector need not walk through it again and again.
+        gc.collect()
+        gc.freeze()
         self._built.set_result(built)
         try:
             while self._wait_for_work():
@@ -101,6 +110,8 @@ class EngineThread:
                 self._step(built.engine)
         except BaseException:
             log.exception("the engine's thread died; this service is no longer ready")
+            self._has_died = True
+            self._loop.call_soon_threadsafe(self._on_death)
             raise
 
     def _wait_for_work(self) -> bool:
@@ -116,6 +127,8 @@ class EngineThread:
         while self._commands:
             outputs += self._commands.popleft()(engine)
         self._can_step = engine.scheduler.has_work
+        if not self._can_step:
+            self._on_step(engine, None)
         self._send(outputs)
 
     def _step(self, engine: Engine) -> None:

@@ -45,10 +45,11 @@ class EngineMetrics:
             "decode_tokens": histogram("request_decode_time_seconds", "First to last token"),
         }
 
-    def observe_step(self, scheduler: Scheduler, seconds: float) -> None:
-        """After each step, in the engine's thread."""
+    def observe_step(self, scheduler: Scheduler, seconds: float | None) -> None:
+        """In the engine's thread, after each step; None: no step, but the last request has gone."""
         pool = scheduler.blocks.pool
-        self.step_seconds.observe(seconds)
+        if seconds is not None:
+            self.step_seconds.observe(seconds)
         self.running.set(len(scheduler.running))
         self.waiting.set(len(scheduler.waiting))
         self.kv_usage.set(pool.num_referenced / pool.num_blocks)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
@@ -54,8 +54,10 @@ LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
 class TextEngineService:
     """Create it on the event loop that serves requests; `start` loads the model in the background."""
 
-    def __init__(self, settings: TextEngineSettings) -> None:
+    def __init__(self, settings: TextEngineSettings, on_death: Callable[[], None] = lambda: None) -> None:
+        """on_death   called when the engine's thread has died, after every running request has been told"""
         self.settings = settings
+        self._tell_of_death = on_death
         self.metrics = EngineMetrics()
         self.load_error: Exception | None = None
         self.is_draining = False
@@ -72,7 +74,11 @@ class TextEngineService:
         """Load the model without blocking the event loop, then run the engine. Raises what `build_engine` raises."""
         try:
             thread = EngineThread(
-                partial(build_engine, self.settings, self._on_wanted), self._loop, self._deliver, self._on_step
+                partial(build_engine, self.settings, self._on_wanted),
+                self._loop,
+                self._deliver,
+                self._on_step,
+                self._on_death,
             )
             built = await asyncio.wrap_future(thread.start())
         except Exception as error:
@@ -187,8 +193,13 @@ class TextEngineService:
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put_nowait(output)
 
-    def _on_step(self, engine: Engine, seconds: float) -> None:
+    def _on_step(self, engine: Engine, seconds: float | None) -> None:
         self.metrics.observe_step(engine.scheduler, seconds)
+
+    def _on_death(self) -> None:
+        error = NotReady("the engine's thread has died")
+        self._deliver([RequestFailed(request_id, error) for request_id in self._streams])
+        self._tell_of_death()
 
     def _on_wanted(self, ref: ImageRef) -> None:
         self._loop.call_soon_threadsafe(self._start_fetch, ref)

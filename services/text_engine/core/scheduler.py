@@ -134,11 +134,12 @@ class Scheduler:
         if len(self.running) < self.max_num_seqs and not step.has_preempted:
             candidates += self.waiting
         quarter = step.budget // 4
-        num_short_tokens = sum(self._num_short_tokens(s, quarter) for s in candidates)
-        for sequence in candidates:
+        short_tokens = [self._num_short_tokens(s, quarter) for s in candidates]
+        num_short_tokens = sum(short_tokens)
+        for sequence, num_short in zip(candidates, short_tokens, strict=True):
             if step.budget <= 0:
                 break
-            num_short_tokens -= self._num_short_tokens(sequence, quarter)
+            num_short_tokens -= num_short
             is_short = sequence.num_uncomputed_tokens <= quarter
             budget = step.budget if is_short else step.budget - min(quarter, num_short_tokens)
             if sequence.status is SequenceStatus.RUNNING:
@@ -152,7 +153,11 @@ class Scheduler:
         """What a prompt of at most `limit` uncomputed tokens could use now; nothing for a longer one."""
         if sequence.num_uncomputed_tokens > limit:
             return 0
-        return self._num_ready_tokens(sequence, sequence.num_computed_tokens)
+        start = sequence.num_computed_tokens
+        if sequence.images and sequence.status is SequenceStatus.WAITING:
+            # Images in the prefix cache are not needed, and to ask whether they are ready would fetch them.
+            start = len(self.blocks.find_cached_prefix(sequence)) * self.blocks.block_size
+        return self._num_ready_tokens(sequence, start)
 
     def _continue_prompt(self, step: _Step, sequence: Sequence, budget: int) -> None:
         """The next chunk of an unfinished prompt, unless somebody else has computed it, or is about to."""

@@ -1,0 +1,1 @@
+"""The whole split system as its own processes, asked through the official client."""
