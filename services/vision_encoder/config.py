@@ -44,7 +44,9 @@ class VisionEncoderSettings(BaseSettings):
     max_aspect_ratio: float = Field(1000.0, ge=1, description="longer side over shorter side")
     background: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$", description="what shows through transparency")
 
-    max_batch_size: int = Field(8, ge=1, description="images in one pass of the tower")
+    max_batch_size: int | None = Field(
+        None, ge=1, description="images in one pass of the tower; default: 8, on a CPU as many as its caches hold"
+    )
     max_queued_images: int = Field(256, ge=1, description="images admitted and not yet encoded; more get a 503")
     max_queued_bytes: int = Field(512 * MiB, ge=1, description="encoded bytes of those images")
     max_recent_bytes: int = Field(256 * MiB, ge=0, description="finished embeddings kept in this process")

@@ -31,6 +31,9 @@ from shared.wire import EncoderInfo
 
 log = get_logger(__name__)
 
+GPU_BATCH_SIZE = 8
+CPU_BATCH_ROWS = 256
+
 
 class VisionEncoderService:
     """Create it on the event loop that serves requests; `start` loads the model in the background."""
@@ -99,9 +102,10 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
     family = await loop.run_in_executor(thread, load_family, settings.model)
     await loop.run_in_executor(thread, family.prepare_weights, device, dtype)
     fingerprint = family.fingerprint(dtype, settings.background_colour)
+    max_batch_size = settings.max_batch_size or _good_batch_size(family, device)
     async with AsyncExitStack() as stack:
         pool = await _open_pool(stack, settings, family)
-        batcher = _open_batcher(stack, settings, family, metrics, thread)
+        batcher = _open_batcher(stack, max_batch_size, family, metrics, thread)
         await _warm_up(batcher, family)
         cache = EmbeddingCache(
             settings.redis_url, ttl_s=settings.embedding_ttl_s, op_timeout_s=settings.redis_timeout_s
@@ -137,7 +141,7 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
             max_image_pixels=limits.max_pixels,
             supported_formats=list(SUPPORTED_FORMATS),
         )
-        _log_start(settings, info, device, family)
+        _log_start(settings, info, device, family, max_batch_size)
         yield encoder, info
 
 
@@ -151,13 +155,13 @@ async def _open_pool(stack: AsyncExitStack, settings: VisionEncoderSettings, fam
 
 def _open_batcher(
     stack: AsyncExitStack,
-    settings: VisionEncoderSettings,
+    max_batch_size: int,
     family: Family,
     metrics: EncoderMetrics,
     thread: ThreadPoolExecutor,
 ) -> Batcher[TowerInput, bytes | EncodeFailed]:
     batcher: Batcher[TowerInput, bytes | EncodeFailed] = Batcher(
-        Tower(family, metrics), max_batch_size=settings.max_batch_size, thread=thread
+        Tower(family, metrics), max_batch_size=max_batch_size, thread=thread
     )
     stack.push_async_callback(batcher.close)
     return batcher
@@ -172,7 +176,19 @@ async def _warm_up(batcher: Batcher[TowerInput, bytes | EncodeFailed], family: F
         raise result.value
 
 
-def _log_start(settings: VisionEncoderSettings, info: EncoderInfo, device: torch.device, family: Family) -> None:
+def _good_batch_size(family: Family, device: torch.device) -> int:
+    """A GPU wants large batches. A CPU has no use for more rows than keep it busy, and its caches hold about as many:
+    a ViT-B/16 takes 46 ms an image alone and 62 ms in a batch of 8, and alone its first answer comes sooner.
+    """
+    if device.type != "cpu":
+        return GPU_BATCH_SIZE
+    height, width = family.preprocessing.size
+    return max(1, min(GPU_BATCH_SIZE, CPU_BATCH_ROWS // family.num_tokens(width, height)))
+
+
+def _log_start(
+    settings: VisionEncoderSettings, info: EncoderInfo, device: torch.device, family: Family, max_batch_size: int
+) -> None:
     height, width = family.preprocessing.size
     log.info(
         "the vision encoder is ready",
@@ -184,7 +200,7 @@ def _log_start(settings: VisionEncoderSettings, info: EncoderInfo, device: torch
         hidden_size=info.hidden_size,
         tower_threads=settings.tower_threads,
         decode_workers=settings.decode_workers,
-        max_batch_size=settings.max_batch_size,
+        max_batch_size=max_batch_size,
         max_image_bytes=info.max_image_bytes,
         max_image_pixels=info.max_image_pixels,
         redis="yes" if settings.redis_url else "no",
