@@ -41,6 +41,7 @@ from tests.gateway_stack import data_url, eventually
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 MODEL = "tiny"
+KV_CACHE_BYTES = 8 << 20
 IMAGE_ROWS = 16  # of every picture, with the checkpoint "llava_clip_llama"
 PLACEHOLDER = 316
 NUM_TOKENS = 20
@@ -395,7 +396,7 @@ def running_system(
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "DIPTYCH_ENGINE_DTYPE": "float32",
-        "DIPTYCH_ENGINE_KV_CACHE_MEMORY": "8MiB",
+        "DIPTYCH_ENGINE_KV_CACHE_MEMORY": str(KV_CACHE_BYTES),
         "DIPTYCH_ENCODER_DTYPE": "float32",
         "DIPTYCH_ENCODER_NUM_DECODE_WORKERS": "1",
         "DIPTYCH_GATEWAY_PROBE_INTERVAL_S": "0.2",

@@ -22,6 +22,7 @@ import pytest
 from tests.conftest import CheckpointFactory
 from tests.e2e.system import (
     IMAGE_ROWS,
+    KV_CACHE_BYTES,
     NUM_TOKENS,
     Oracle,
     Service,
@@ -384,7 +385,10 @@ def _gaps_of_a_stream(system: System, gaps: list[float]) -> None:
 
 
 def test_memory_does_not_grow_with_pictures(system: System):
-    """Case E19, in small: two choices each, prefix cache on, every picture new."""
+    """Case E19, in small: two choices each, prefix cache on, every picture new.
+
+    The KV cache's pages become resident when a block is used for the first time, so an engine may grow by its size.
+    """
 
     def ask_many(count: int) -> None:
         questions = [[user(f"{i}: ", picture())] for i in range(count)]
@@ -397,7 +401,7 @@ def test_memory_does_not_grow_with_pictures(system: System):
     ask_many(300)
     for service in system.services:
         grown = service.rss_bytes() - before[service.name]
-        assert grown < 12 << 20, f"{service.name} has grown by {grown >> 20} MiB"
+        assert grown < (12 << 20) + KV_CACHE_BYTES, f"{service.name} has grown by {grown >> 20} MiB"
     system.assert_serves()
 
 
