@@ -124,7 +124,7 @@ async function answer(turn) {
     method: "POST",
     headers: headers(),
     signal: running.signal,
-    body: JSON.stringify({ messages, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ messages, temperature: 0, stream: true, stream_options: { include_usage: true } }),
   });
   if (!response.ok) throw await problem(response);
   let text = "";
