@@ -11,7 +11,7 @@ from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.families import load_family
 from services.vision_encoder.image import decode
 from services.vision_encoder.image_header import read_header
-from services.vision_encoder.weights import choose_device, choose_dtype
+from shared.device import choose_device, choose_dtype
 from shared.errors import ImageTooLarge
 from shared.hashing import image_key
 from shared.wire import ImageRef

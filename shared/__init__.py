@@ -1,1 +1,1 @@
-"""What two services must agree on. Imports nothing of ours; only `torch_io` imports torch."""
+"""What two services must agree on. Imports nothing of ours; only `device` and `torch_io` import torch."""

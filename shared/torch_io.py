@@ -1,6 +1,6 @@
 """Tensors in and out of bytes and files: blob <-> tensor, and safetensors checkpoints read tensor by tensor.
 
-The only file of `shared` that imports torch. Checkpoints are never materialised whole: names come from the index, each
+Checkpoints are never materialised whole: names come from the index, each
 tensor is read when asked for.
 """
 

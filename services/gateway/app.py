@@ -175,7 +175,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 class DrainingServer(uvicorn.Server):
-    """On a signal: says that it is leaving, keeps answering until the running requests are done, exits with 0."""
+    """On a signal: says that it is leaving, keeps answering until the running requests are done, exits with 0.
+
+    Unlike `shared.server`, which closes its port at once: clients have nowhere else to go, so they get a 503.
+    """
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
         super().__init__(config)

@@ -32,7 +32,6 @@ from services.text_engine.kernels.native_library import load_native
 from services.text_engine.kernels.native_matmul import PackedLinear, packing_pays
 from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.decoder import attention_shapes
-from services.text_engine.models.dtype import choose_dtype
 from services.text_engine.models.families import load_model_config
 from services.text_engine.models.layers import Linear, MakeProduct
 from services.text_engine.models.weights import load_decoder
@@ -41,6 +40,7 @@ from services.text_engine.runner.kv_cache import BLOCK_SIZE, KVCachePlan, memory
 from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.sampler import Sampler
 from services.text_engine.tokenizer import Tokenizer
+from shared.device import choose_device, choose_dtype
 from shared.log import get_logger
 from shared.sampling import SamplingParams
 from shared.torch_io import dtype_name
@@ -65,7 +65,7 @@ def build_engine(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], N
     Raises ValueError or OSError subclasses whose message says which setting or file is wrong.
     """
     started = time.monotonic()
-    device = _choose_device(settings)
+    device = choose_device(settings.device)
     _set_threads(settings.num_threads)
     config = load_model_config(settings.model)
     dtype = choose_dtype(settings.dtype, device)
@@ -135,14 +135,6 @@ def _warm_up(engine: Engine) -> None:
         failed = [output for output in engine.step() or [] if isinstance(output, RequestFailed)]
         if failed:
             raise RuntimeError(f"the model does not run: {failed[0].error.message}")
-
-
-def _choose_device(settings: TextEngineSettings) -> torch.device:
-    if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch sees no CUDA device; use --device cpu")
-    return torch.device(settings.device)
 
 
 def _set_threads(num_threads: int | None) -> None:

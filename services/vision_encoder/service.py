@@ -22,7 +22,7 @@ from services.vision_encoder.families import Family, load_family
 from services.vision_encoder.image_header import SUPPORTED_FORMATS
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
-from services.vision_encoder.weights import choose_device, choose_dtype
+from shared.device import choose_device, choose_dtype
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import EncodeFailed, NotReady
 from shared.log import get_logger

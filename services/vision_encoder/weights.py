@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from services.vision_encoder.config import DtypeName
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.packed_linear import pack_linears
 from services.vision_encoder.projector import Projector
 from services.vision_encoder.towers import TowerConfig, VisionTower
-from shared.torch_io import DTYPES, Checkpoint
+from shared.torch_io import Checkpoint
 
 TOWER_PREFIXES: Final = (
     "vision_tower.vision_model.",
@@ -122,25 +120,3 @@ def prepare(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None
     module.requires_grad_(False).eval().to(device=device, dtype=dtype)
     if device.type == "cpu":
         pack_linears(module)
-
-
-def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def choose_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """bf16 where the device computes in it, else fp32 on a CPU and fp16 on an older GPU."""
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
-
-
-def _cpu_has_bf16() -> bool:
-    """Instructions that multiply bf16, not merely a library that emulates them."""
-    flags = Path("/proc/cpuinfo")
-    words = set(flags.read_text().split()) if flags.is_file() else set()
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})

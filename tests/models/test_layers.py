@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from services.text_engine.models.dtype import choose_dtype, has_bfloat16
 from services.text_engine.models.layers import Linear
+from shared.device import choose_dtype, has_bfloat16
 
 CPU = torch.device("cpu")
 

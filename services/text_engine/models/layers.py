@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from services.text_engine.models.dtype import has_bfloat16
+from shared.device import has_bfloat16
 
 # x [num_rows, in_features] -> [num_rows, out_features]
 Product = Callable[[torch.Tensor], torch.Tensor]

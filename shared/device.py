@@ -1,4 +1,4 @@
-"""Which number format the decoder computes in."""
+"""Which device and number format a model computes in; both panels choose by the same rule. Imports torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Final
 import torch
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def choose_device(requested: str) -> torch.device:
+    """The device called `requested`, or the best there is for "auto". Raises ValueError for a GPU that is not there."""
+    has_cuda = torch.cuda.is_available()
+    if requested == "cuda" and not has_cuda:
+        raise ValueError("device is 'cuda', but torch sees no CUDA device; use cpu or auto")
+    return torch.device(("cuda" if has_cuda else "cpu") if requested == "auto" else requested)
 
 
 def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
@@ -27,7 +35,7 @@ def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies bf16 matrices in hardware."""
+    """Whether `device` multiplies bf16 in hardware, not merely in a library that emulates it."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # built without oneDNN
