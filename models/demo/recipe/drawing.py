@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from .concepts import COLOUR_NAMES, COLOURS
 from .words import split_words
@@ -13,11 +13,7 @@ SIZE = 128
 # Indices into assets.STYLES.  OpenMoji (7) is for evaluation only; from 9 on a style has one ink and no colours.
 TRAIN_STYLES, UNSEEN_STYLE, FIRST_INK_STYLE = (0, 1, 2, 3, 4, 5, 6, 8, 9, 10), 7, 9
 COLOUR_STYLES = (0, 1, 2, 3, 4, 5, 6)
-TRAIN_FONTS = (
-    "DejaVuSans DejaVuSans-Bold DejaVuSerif-Bold DejaVuSansMono-Bold LiberationSans-Regular LiberationSans-Bold "
-    "LiberationSerif-Regular LiberationSerif-Bold LiberationMono-Bold OpenSans-Regular OpenSans-Bold FreeSans "
-    "FreeSerifBold FreeMonoBold LiberationSansNarrow-Bold OpenSans-Semibold"
-).split()
+TRAIN_FONTS = ["DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSansMono-Bold", "LiberationSans-Regular", "LiberationSans-Bold", "LiberationSerif-Regular", "LiberationSerif-Bold", "LiberationMono-Bold", "OpenSans-Regular", "OpenSans-Bold", "FreeSans", "FreeSerifBold", "FreeMonoBold", "LiberationSansNarrow-Bold", "OpenSans-Semibold"]
 UNSEEN_FONTS = ["Lato-Bold", "Lato-Regular"]
 RGB = tuple[int, int, int]
 Box = tuple[float, float, float, float]
@@ -28,6 +24,7 @@ class Assets:
 
     def __init__(self, folder: Path) -> None:
         self.sprites = np.load(folder / "sprites.npy", mmap_mode="r")  # [num_sprites, 96, 96, 4] uint8
+        self.lines = np.load(folder / "lines.npy")  # [num_drawings, 3] the sprites that redraw each drawing in lines
         self.by_style_and_name: dict[tuple[int, int], list[int]] = {}
         for k, (style, name, _char) in enumerate(np.load(folder / "index.npy")):
             self.by_style_and_name.setdefault((int(style), int(name)), []).append(k)
@@ -35,10 +32,13 @@ class Assets:
         self.folder = folder
         self.fonts: dict[tuple[str, int], ImageFont.FreeTypeFont] = {}
 
-    def sprite(self, rng: random.Random, name_id: int, styles: tuple[int, ...]) -> Image.Image:
-        """A random drawing of a thing in one of the styles, as RGBA."""
+    def sprite(self, rng: random.Random, name_id: int, styles: tuple[int, ...], lines: float) -> Image.Image:
+        """A random drawing of a thing in one of the styles, as RGBA; with probability `lines`, redrawn in lines."""
         style = rng.choice([s for s in styles if (s, name_id) in self.by_style_and_name])
-        pixels = np.array(self.sprites[rng.choice(self.by_style_and_name[style, name_id])])
+        which = rng.choice(self.by_style_and_name[style, name_id])
+        if style < FIRST_INK_STYLE and rng.random() < lines:
+            which = rng.choice(self.lines[which])
+        pixels = np.array(self.sprites[which])
         if style >= FIRST_INK_STYLE:
             pixels[..., :3] = tint(rng, rng.choice(COLOUR_NAMES)) if rng.random() < 0.6 else (10, 10, 10)
         return Image.fromarray(pixels)
@@ -147,27 +147,22 @@ def as_line_drawing(rgba: Image.Image, rng: random.Random) -> Image.Image:
     return flat
 
 
-def recolour(sprite: Image.Image, rng: random.Random) -> Image.Image:
-    """Change the colours of a sprite at random: grey, faded, lighter, turned hues, or none."""
-    alpha, rgb = sprite.getchannel("A"), sprite.convert("RGB")
+def recolour(rgb: Image.Image, rng: random.Random) -> Image.Image:
+    """Change the colours of a picture at random: grey, lighter, darker, channels turned, or not at all."""
     k = rng.random()
-    if k < 0.06:
-        rgb = rgb.convert("L").convert("RGB")
-    elif k < 0.45:
-        rgb = ImageEnhance.Color(rgb).enhance(rng.uniform(0.4, 1.5))
-        rgb = ImageEnhance.Brightness(rgb).enhance(rng.uniform(0.75, 1.2))
-    elif k < 0.57:
-        hsv = np.array(rgb.convert("HSV"))
-        hsv[..., 0] += np.uint8(rng.randrange(256))
-        rgb = Image.fromarray(hsv, "HSV").convert("RGB")
-    rgb.putalpha(alpha)
+    if k < 0.05:
+        return rgb.convert("L").convert("RGB")
+    if k < 0.17:
+        r, g, b = rgb.split()
+        rgb = Image.merge("RGB", rng.choice(((r, b, g), (g, r, b), (g, b, r), (b, r, g), (b, g, r))))
+    if k < 0.5:
+        low, gain = rng.uniform(-30, 50), rng.uniform(0.65, 1.15)
+        rgb = rgb.point([max(0, min(255, int(low + gain * v))) for v in range(256)] * 3)
     return rgb
 
 
 def draw_pictogram(rng: random.Random, image: Image.Image, sprite: Image.Image, cx: int, cy: int, r: int, plain: bool) -> Box:
     """Paste a sprite of radius r at (cx, cy), distorted and recoloured unless `plain`; returns its box."""
-    if not plain and rng.random() < 0.28:
-        sprite = as_line_drawing(sprite, rng)
     if rng.random() < 0.35:
         sprite = sprite.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     w = h = max(12, 2 * r)
@@ -180,7 +175,8 @@ def draw_pictogram(rng: random.Random, image: Image.Image, sprite: Image.Image, 
     if not plain and rng.random() < 0.25:
         rim = alpha.filter(ImageFilter.MaxFilter(3 if w < 45 else 5))
         image.paste((0, 0, 0) if rng.random() < 0.7 else (255, 255, 255), at, rim)
-    image.paste((sprite if plain else recolour(sprite, rng)).convert("RGB"), at, alpha)
+    rgb = sprite.convert("RGB")
+    image.paste(rgb if plain else recolour(rgb, rng), at, alpha)
     return cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2
 
 
@@ -191,14 +187,14 @@ def draw_text(rng: random.Random, assets: Assets, image: Image.Image, text: str,
               area: tuple[int, int, int, int]) -> tuple[str, Spans, Box]:
     """Write a text somewhere in the area; returns its colour, [(character, left, right)] and its box."""
     x0, y0, x1, y1 = area
-    name, size = rng.choice(fonts), rng.randint(22, 70)
+    name, size = rng.choice(fonts), rng.randint(28, 72)
     while True:
         font = assets.font(name, size)
         left, top, right, bottom = font.getbbox(text)
         w, h = int(right - left), int(bottom - top)
-        if (w <= x1 - x0 and h <= y1 - y0) or size <= 14:
+        if (w <= x1 - x0 and h <= y1 - y0) or size <= 16:
             break
-        size = max(14, int(size * 0.92))
+        size = max(16, int(size * 0.92))
     ref = COLOURS[bg] if bg else mean_colour(image)
     names = [c for c in COLOUR_NAMES if c != bg and contrast(COLOURS[c], ref) > 190] or ["black"]
     colour = "black" if "black" in names and rng.random() < 0.3 else rng.choice(names)

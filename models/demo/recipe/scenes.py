@@ -11,14 +11,30 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from .concepts import COLOUR_NAMES, COLOURS, SHAPES, pictograms
-from .drawing import (COLOUR_STYLES, SIZE, TRAIN_FONTS, TRAIN_STYLES, UNSEEN_FONTS, UNSEEN_STYLE, Assets, Box, Spans,
-                      background, contrast, draw_pictogram, draw_shape, draw_text, mean_colour, tint)
+from .drawing import (
+    COLOUR_STYLES,
+    SIZE,
+    TRAIN_FONTS,
+    TRAIN_STYLES,
+    UNSEEN_FONTS,
+    UNSEEN_STYLE,
+    Assets,
+    Box,
+    Spans,
+    background,
+    contrast,
+    draw_pictogram,
+    draw_shape,
+    draw_text,
+    mean_colour,
+    tint,
+)
 from .words import random_number, random_word
 
 ROWS, NAMES = pictograms()
 CATEGORY = {name: category for _char, name, category in ROWS}
 KINDS = ("shapes", "pictogram", "text", "several", "mixed", "captioned")
-TOWER_MIX = (0.17, 0.36, 0.24, 0.13, 0.05, 0.05)
+TOWER_MIX = (0.17, 0.25, 0.35, 0.13, 0.05, 0.05)
 FULL = (3, 3, SIZE - 3, SIZE - 3)
 
 
@@ -73,8 +89,9 @@ class Composer:
         rng = self.rng
         name = name or rng.choice(NAMES)
         styles = {"train": TRAIN_STYLES, "eval": COLOUR_STYLES, "unseen": (UNSEEN_STYLE,)}[self.split]
-        sprite = self.assets.sprite(rng, NAMES.index(name), styles)
-        box = draw_pictogram(rng, self.image, sprite, cx, cy, r, self.split != "train")
+        train = self.split == "train"
+        sprite = self.assets.sprite(rng, NAMES.index(name), styles, lines=0.25 if train else 0.0)
+        box = draw_pictogram(rng, self.image, sprite, cx, cy, r, not train)
         self.scene.things.append(Thing("pictogram", name, box, r))
 
     def text(self, area: tuple[int, int, int, int] = FULL) -> None:
