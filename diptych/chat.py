@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 
 from diptych import launch, machine, models
@@ -68,3 +69,5 @@ def _ask(
                     sys.stdout.flush()
     except RequestFailed as error:
         raise CommandFailed(str(error)) from None
+    except httpx.HTTPError as error:
+        raise CommandFailed(f"the connection to {server} broke: {error}") from None

@@ -22,6 +22,7 @@ from rich.text import Text
 from diptych import machine, models
 from diptych.errors import ModelUnavailable
 from services.text_engine.kernels import native_build
+from shared import resources
 from shared.log import redact
 
 GIB = 2**30
@@ -100,7 +101,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _processor() -> Finding:
-    cores, flags = machine.available_cores(), machine.cpu_flags()
+    cores, flags = resources.available_cores(), machine.cpu_flags()
     fast = [name for name_of_flag, name in FAST_CPU_FLAGS.items() if name_of_flag in flags]
     found = f"{cores} core{'s' if cores > 1 else ''} to use, {', '.join(fast) or platform.machine()}"
     if cores < 2:
@@ -109,7 +110,7 @@ def _processor() -> Finding:
 
 
 def _memory() -> Finding:
-    memory = machine.available_memory_bytes()
+    memory = resources.available_memory_bytes()
     if memory is None:
         return Finding("ok", "memory", "unknown on this system")
     found = f"{memory / GIB:.1f} GiB available"
@@ -196,7 +197,7 @@ def _model(name: str) -> Finding:
         return Finding("fail", "model", str(error))
     size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
     found = f"{model.name} in {model.folder}, {size / 2**20:.0f} MiB, {'sees' if model.has_vision else 'text only'}"
-    memory = machine.available_memory_bytes()
+    memory = resources.available_memory_bytes()
     if memory is not None and size * WEIGHTS_ARE_LOADED_TIMES > memory:
         return Finding("warn", "model", found, f"{memory / GIB:.1f} GiB are available: it may not fit")
     return Finding("ok", "model", found)

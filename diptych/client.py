@@ -51,7 +51,11 @@ class Client:
 
     def __init__(self, base_url: str = "http://127.0.0.1:8000", *, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=base_url.rstrip("/"), headers=headers, timeout=TIMEOUT)
+        # A proxy from the environment cannot reach this machine's loopback.
+        is_local = httpx.URL(base_url).host in ("127.0.0.1", "localhost", "::1")
+        self._http = httpx.Client(
+            base_url=base_url.rstrip("/"), headers=headers, timeout=TIMEOUT, trust_env=not is_local
+        )
 
     def __enter__(self) -> Client:
         return self

@@ -22,6 +22,7 @@ from diptych import launch, machine, models
 from diptych.client import Answer, Client, RequestFailed
 from diptych.errors import CommandFailed
 from diptych.report import milliseconds, timing_table
+from shared import resources
 
 MAX_TOKENS = 40
 LOG_WIDTH = 120  # where there is no terminal whose width could be asked
@@ -63,7 +64,7 @@ def run(port: int) -> int:
     questions = choose_questions(models.demo_samples(model.folder))
     plan = launch.Plan(model=model, port=port or machine.free_ports(1)[0])
     console.print(
-        f"Starting the demo system on this machine ({machine.available_cores()} CPU cores): "
+        f"Starting the demo system on this machine ({resources.available_cores()} CPU cores): "
         "gateway, vision encoder, text engine and an embedding cache."
     )
     outcomes, all_stopped = asyncio.run(_play(plan, questions, console))

@@ -25,6 +25,7 @@ from diptych.models import Model
 from diptych.options import Given, as_flags
 from diptych.processes import Command, Probe, StartFailed, Supervisor
 from diptych.progress import Lines, starting
+from shared import resources
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -187,7 +188,7 @@ def _environment(redis_url: str | None, console: Console) -> dict[str, str]:
 
 def _with_threads(env: Mapping[str, str], num_replicas: int) -> dict[str, str]:
     """Replicas of one panel work at the same time and share the cores; the two panels take turns and each get all."""
-    threads = env.get("OMP_NUM_THREADS") or str(max(1, machine.available_cores() // max(1, num_replicas)))
+    threads = env.get("OMP_NUM_THREADS") or str(max(1, resources.available_cores() // max(1, num_replicas)))
     wanted = {"DIPTYCH_ENCODER_NUM_THREADS": threads, "DIPTYCH_ENGINE_NUM_THREADS": threads}
     return {**wanted, **env, "OMP_NUM_THREADS": threads}
 

@@ -5,12 +5,14 @@ The same engine and the same vision encoder as the services run, driven by one l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from diptych.models import resolve
@@ -75,9 +77,13 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "demo", **settings: Any) -> None:
+        if not structlog.is_configured():  # answers go to stdout; what is said about them does not
+            structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
         folder = resolve(str(model), say=log.info).folder
         self._wanted: list[ImageRef] = []
-        self._built = build_engine(load_settings(TextEngineSettings, model=folder, **settings), self._wanted.append)
+        loaded = load_settings(TextEngineSettings, model=folder, **settings)
+        self._built = build_engine(loaded, self._wanted.append)
+        self._window = 2 * loaded.max_num_seqs
         self._encoder = LocalEncoder(folder) if self._built.info.supports_images else None
         self._images: dict[str, bytes] = {}
         self._num_requests = 0
@@ -115,21 +121,35 @@ class LLM:
     ) -> list[Output]:
         sampling = sampling or SamplingParams(temperature=0.0)
         outputs: dict[str, Output] = {}
-        for build in builders:
-            request_id = str(self._num_requests)
-            self._num_requests += 1
-            output = outputs[request_id] = Output([Choice() for _ in range(sampling.n)])
-            try:
-                self._add(request_id, build(), sampling)
-            except DiptychError as error:
-                output.error = error
-        num_pending = sum(output.error is None for output in outputs.values())
-        while num_pending:
-            num_pending -= self._step(outputs)
-            if on_progress is not None:
-                on_progress(len(outputs) - num_pending, len(outputs))
-        self._images.clear()
+        remaining = iter(builders)
+        engine = self._built.engine
+        num_finished = 0
+        try:
+            while len(outputs) < len(builders) or engine.num_requests:
+                # A window, not all at once: the engine's queue is bounded, and pictures are encoded when queued.
+                while engine.num_requests < self._window and (build := next(remaining, None)) is not None:
+                    num_finished += self._start(outputs, build, sampling)
+                num_finished += self._step(outputs)
+                if on_progress is not None:
+                    on_progress(num_finished, len(builders))
+        finally:  # Ctrl-C, too: what is left in the engine would come up in the next batch
+            for request_id in outputs:
+                engine.abort(request_id)
+            self._wanted.clear()
+            self._images.clear()
         return list(outputs.values())
+
+    def _start(self, outputs: dict[str, Output], build: Callable[[], Prompt], sampling: SamplingParams) -> int:
+        """Queue one prompt; returns 1 if it has failed already, else 0."""
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        output = outputs[request_id] = Output([Choice() for _ in range(sampling.n)])
+        try:
+            self._add(request_id, build(), sampling)
+        except DiptychError as error:
+            output.error = error
+            return 1
+        return 0
 
     def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
         self._built.engine.add(
@@ -186,7 +206,7 @@ class LLM:
     def _prompt(self, conversation: Sequence[Message]) -> Prompt:
         messages = [
             ChatMessage(role=str(message["role"]), content=[self._part(item) for item in _items(message["content"])])
-            for message in conversation
+            for message in _checked(conversation)
         ]
         return self._built.prompts.from_messages(messages)
 
@@ -194,7 +214,7 @@ class LLM:
         if isinstance(item, str):
             return TextPart(text=item)
         if isinstance(item, Path):
-            item = item.read_bytes()
+            item = _read(item)
         if not isinstance(item, bytes):
             raise InvalidRequest(f"content holds a {type(item).__name__}; give strings, paths or image bytes")
         if self._encoder is None:
@@ -202,6 +222,23 @@ class LLM:
         ref = self._encoder.reference(item)
         self._images[ref.image_key] = item
         return ImagePart(image=ref)
+
+
+def _checked(conversation: object) -> list[Message]:
+    """Raises InvalidRequest for anything but a list of messages."""
+    if not isinstance(conversation, (list, tuple)):
+        raise InvalidRequest(f"a conversation is a list of messages, not a {type(conversation).__name__}")
+    for message in conversation:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise InvalidRequest(f"{message!r} is no message; give a dict with role and content")
+    return list(conversation)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"the picture {path} cannot be read: {error.strerror}") from error
 
 
 def _items(content: object) -> list[object]:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
+from services.vision_encoder.admission import ImageLimits
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.families import load_family
 from services.vision_encoder.image import decode
 from services.vision_encoder.image_header import read_header
 from shared.device import choose_device, choose_dtype
-from shared.errors import ImageTooLarge
 from shared.hashing import image_key
+from shared.settings import load_settings
 from shared.wire import ImageRef
 
 MAX_BATCH_SIZE = 8
@@ -23,7 +24,12 @@ class LocalEncoder:
     """One checkpoint's vision half. Embeddings are kept by the caller."""
 
     def __init__(self, folder: Path) -> None:
-        self._settings = settings = VisionEncoderSettings(model=folder)
+        self._settings = settings = load_settings(VisionEncoderSettings, model=folder)
+        self._limits = ImageLimits(
+            max_bytes=settings.max_image_bytes,
+            max_pixels=settings.max_image_pixels,
+            max_aspect_ratio=settings.max_aspect_ratio,
+        )
         device = choose_device(settings.device)
         dtype = choose_dtype(settings.dtype, device)
         self._family = load_family(folder)
@@ -32,12 +38,7 @@ class LocalEncoder:
 
     def reference(self, image: bytes) -> ImageRef:
         """From the header alone. Raises InvalidImage for what is no image or too large."""
-        header = read_header(image)
-        if header.width * header.height > self._settings.max_image_pixels:
-            raise ImageTooLarge(
-                f"the image has {header.width} x {header.height} pixels; at most "
-                f"{self._settings.max_image_pixels} are taken"
-            )
+        header = self._limits.admit(image, self._family.preprocessing)
         width, height = header.upright_size
         return ImageRef(
             image_key=image_key(image, self._fingerprint),

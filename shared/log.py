@@ -31,7 +31,15 @@ def redact(text: str) -> str:
 
 
 def _redact_event(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
-    return {key: redact(value) if isinstance(value, str) else value for key, value in event.items()}
+    return {
+        # A traceback says at its end what happened and where: line by line, so that only the values in it are cut.
+        key: "\n".join(map(redact, value.split("\n")))
+        if key == "exception"
+        else redact(value)
+        if isinstance(value, str)
+        else value
+        for key, value in event.items()
+    }
 
 
 def configure_logging(service: str, level: str = "info", log_format: LogFormat = "auto") -> None:

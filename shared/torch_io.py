@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from shared import tensor_blob
 
@@ -65,8 +65,11 @@ class Checkpoint:
                 raise FileNotFoundError(f"{folder} holds no *.safetensors files")
             self._files = {}
             for shard in shards:
-                with safe_open(shard, framework="pt") as opened:
-                    self._files.update(dict.fromkeys(opened.keys(), shard))
+                try:
+                    with safe_open(shard, framework="pt") as opened:
+                        self._files.update(dict.fromkeys(opened.keys(), shard))
+                except SafetensorError as error:
+                    raise ValueError(f"{shard} is damaged or no safetensors file: {error}") from error
 
     @property
     def names(self) -> frozenset[str]:

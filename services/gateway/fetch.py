@@ -115,7 +115,10 @@ class ImageFetcher:
                 answer = await self._get(target, max_bytes)
             if isinstance(answer, bytes):
                 return answer
-            url = urljoin(url, answer)
+            try:
+                url = urljoin(url, answer)
+            except ValueError as error:  # brackets that hold no address
+                raise ImageFetchFailed(f"{target.host!r} redirects to a malformed URL") from error
         raise ImageFetchFailed(f"more than {self._max_redirects} redirects")
 
     async def _get(self, target: FetchTarget, max_bytes: int) -> bytes | str:

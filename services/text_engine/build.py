@@ -42,6 +42,7 @@ from services.text_engine.runner.sampler import Sampler
 from services.text_engine.tokenizer import Tokenizer
 from shared.device import choose_device, choose_dtype
 from shared.log import get_logger
+from shared.resources import available_cores
 from shared.sampling import SamplingParams
 from shared.torch_io import dtype_name
 from shared.wire import ImageRef, ModelInfo
@@ -138,7 +139,7 @@ def _warm_up(engine: Engine) -> None:
 
 
 def _set_threads(num_threads: int | None) -> None:
-    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or available_cores()))
 
 
 @dataclass(frozen=True, slots=True)

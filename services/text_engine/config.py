@@ -25,7 +25,9 @@ class TextEngineSettings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     attention_backend: Literal["auto", "cpu", "reference"] = "auto"
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: all cores")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of the model; default: $OMP_NUM_THREADS or all"
+    )
     enforce_eager: bool = Field(False, description="no CUDA graphs, no compiled CPU kernels: plain PyTorch")
 
     max_model_len: int | None = Field(None, ge=1, description="tokens of prompt and answer; default: the model's own")

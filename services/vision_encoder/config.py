@@ -10,15 +10,11 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.log import LogFormat
+from shared.resources import available_cores
 from shared.settings import RedisUrl
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 MiB = 1 << 20
-
-
-def num_cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0))
 
 
 class VisionEncoderSettings(BaseSettings):
@@ -80,8 +76,8 @@ class VisionEncoderSettings(BaseSettings):
 
     @property
     def tower_threads(self) -> int:
-        return self.num_threads or int(os.environ.get("OMP_NUM_THREADS") or num_cores())
+        return self.num_threads or int(os.environ.get("OMP_NUM_THREADS") or available_cores())
 
     @property
     def decode_workers(self) -> int:
-        return self.num_decode_workers or max(1, num_cores() // 2)
+        return self.num_decode_workers or max(1, available_cores() // 2)

@@ -169,11 +169,12 @@ class Encoder:
         return flight
 
     async def _follow(self, key: str, flight: Flight, deadline_s: float) -> AsyncIterator[EncodeEvent]:
-        yield self._admitted(key, flight.metadata)
-        try:
-            yield await flight.encoded(deadline_s)
-        except DiptychError as error:
-            yield EncodeFailedEvent(error=wire_error(error))
+        with flight.followed():  # from the first line on: its reader may be slow, and others may leave meanwhile
+            yield self._admitted(key, flight.metadata)
+            try:
+                yield await flight.encoded(deadline_s)
+            except DiptychError as error:
+                yield EncodeFailedEvent(error=wire_error(error))
 
     async def _already_done(self, key: str, metadata: ImageMetadata, blob: bytes) -> AsyncIterator[EncodeEvent]:
         yield self._admitted(key, metadata)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shared.embedding_cache import ImageMetadata
@@ -32,12 +33,12 @@ class Flight:
 
     async def encoded(self, deadline_s: float) -> Encoded:
         """Raises what the work raised, or UpstreamTimeout."""
-        await self._follow({self._task}, deadline_s)
+        await self._wait({self._task}, deadline_s)
         return self._outcome()
 
     async def embedding(self, deadline_s: float) -> bytes:
         """Raises what the work raised, or UpstreamTimeout."""
-        await self._follow({self._task, self.blob}, deadline_s)
+        await self._wait({self._task, self.blob}, deadline_s)
         if not self.blob.done():
             self._outcome()  # it ended without an embedding: this raises the reason
         return self.blob.result()
@@ -47,15 +48,21 @@ class Flight:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    async def _follow(self, awaited: set[asyncio.Future[Any]], deadline_s: float) -> None:
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """While entered somebody wants it, waiting at this very moment or not."""
         self._num_followers += 1
         try:
-            done, _ = await asyncio.wait(awaited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            yield
         finally:
             self._num_followers -= 1
             if self._num_followers == 0 and not self.blob.done() and not self._task.done():
                 self._end()
                 self._task.cancel()
+
+    async def _wait(self, awaited: set[asyncio.Future[Any]], deadline_s: float) -> None:
+        with self.followed():
+            done, _ = await asyncio.wait(awaited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise UpstreamTimeout(f"the image was not encoded within the {deadline_s:g} s that its caller waits")
 

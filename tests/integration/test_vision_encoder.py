@@ -160,7 +160,9 @@ async def test_a_fetch_of_the_embedding_keeps_the_work_going_too(replica: Replic
             lines = response.aiter_lines()
             await anext(lines)
             fetch = asyncio.create_task(replica.embedding(data))
-            await wait_until(lambda: next(iter(replica.encoder._flights.values()))._num_followers == 2)
+            await wait_until(
+                lambda: next(iter(replica.encoder._flights.values()))._num_followers == 3
+            )  # the POST counts twice: as reader and as waiter
         await asyncio.sleep(0.1)
     assert (await fetch).shape == (NUM_TOKENS, 64)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
 import torch
+
+from shared.resources import available_memory_bytes
 
 BLOCK_SIZE = 16
 CPU_SHARE = 0.25  # of the available memory, if nobody says otherwise: the encoder and the page cache need the rest
@@ -51,21 +52,8 @@ def memory_budget(device: torch.device, kv_cache_memory: str | None, gpu_memory_
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * gpu_memory_utilization) - (total - free))
-    return min(CPU_MAX_BYTES, int(available_cpu_memory() * CPU_SHARE))
-
-
-def available_cpu_memory() -> int:
-    """Bytes this process may still use: the machine's available memory, or the container's limit if that is less."""
-    with open("/proc/meminfo") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit_file = "/sys/fs/cgroup/memory.max"
-    if os.path.exists(limit_file):
-        with open(limit_file) as limit:
-            text = limit.read().strip()
-        if text.isdigit():
-            available = min(available, int(text))
-    return available
+    available = available_memory_bytes()
+    return CPU_MAX_BYTES if available is None else min(CPU_MAX_BYTES, int(available * CPU_SHARE))
 
 
 def plan_kv_cache(

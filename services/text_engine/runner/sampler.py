@@ -115,7 +115,8 @@ class Sampler:
     def _draw(self, row: torch.Tensor, sequence: Sequence) -> int:
         """One draw by inverting the cumulative distribution of what the filters leave of the row."""
         sampling = sequence.sampling
-        probabilities = torch.softmax(row / sampling.temperature, dim=-1, dtype=torch.float64)
+        # From the best token down, in double: a temperature of 1e-40 would make plain fp32 logits infinite.
+        probabilities = torch.softmax((row.double() - row.max()) / sampling.temperature, dim=-1)
         uses_order = 0 < sampling.top_k < self.vocab_size or sampling.top_p < 1.0
         if sampling.min_p > 0.0:
             probabilities = probabilities * (probabilities >= sampling.min_p * probabilities.max())
