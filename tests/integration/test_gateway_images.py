@@ -282,6 +282,12 @@ def test_every_hop_is_checked(stack: Stack, pictures: PictureServer, canary: Can
     assert canary.num_connections == 0
 
 
+@pytest.mark.parametrize("target", ["http://[::1", "http://[foo]/x", "//["])
+def test_a_redirect_to_a_malformed_url_is_the_remote_hosts_fault(stack: Stack, pictures: PictureServer, target: str):
+    error = assert_openai_error(stack.ask(f"{pictures.base}/to?url={quote(quote(target))}"), 400)
+    assert error["param"] == PARAM
+
+
 @pytest.mark.parametrize(
     "host",
     [

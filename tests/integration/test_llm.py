@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from diptych import LLM, SamplingParams
-from shared.errors import InvalidImage
+from shared.errors import InvalidImage, InvalidRequest
 from tests.conftest import CheckpointFactory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logit_bias={316: -100.0})
@@ -79,3 +79,32 @@ def test_plain_prompts_report_progress(checkpoint: CheckpointFactory):
     outputs = llm.generate(["The quick", [5, 6, 7]], sampling, on_progress=lambda done, of: seen.append((done, of)))
     assert [len(output.choices[0].token_ids) for output in outputs] == [16, 16]
     assert seen[-1] == (2, 2)
+
+
+def test_a_batch_may_be_longer_than_the_engines_queue(checkpoint: CheckpointFactory):
+    llm = LLM(checkpoint("llama"), num_threads=1, kv_cache_memory="4MiB", max_num_seqs=4, max_waiting_requests=8)
+    outputs = llm.generate([[5 + i % 200] for i in range(40)], SamplingParams(temperature=0.0, max_tokens=2))
+    assert all(output.error is None for output in outputs)
+
+
+def test_a_missing_picture_and_a_malformed_message_fail_their_own_prompts(checkpoint: CheckpointFactory):
+    llm = LLM(checkpoint("llava_clip_llama"), num_threads=1, kv_cache_memory="32MiB")
+    question = {"role": "user", "content": "Hm?"}
+    missing, malformed, no_list, good = llm.chat(
+        [[{"role": "user", "content": [Path("/no/such.png"), "Hm?"]}], [{"role": "user"}], "hello", [question]],  # type: ignore[list-item]
+        GREEDY,
+    )
+    assert all(isinstance(output.error, InvalidRequest) for output in (missing, malformed, no_list))
+    assert good.error is None
+
+
+def test_an_interrupted_batch_leaves_nothing_for_the_next_one(checkpoint: CheckpointFactory):
+    llm = LLM(checkpoint("llama"), num_threads=1, kv_cache_memory="4MiB")
+
+    def interrupt(_done: int, _of: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two"], SamplingParams(max_tokens=50), on_progress=interrupt)
+    [output] = llm.generate(["three"], SamplingParams(temperature=0.0, max_tokens=3))
+    assert output.error is None

@@ -189,3 +189,10 @@ def test_logprobs_are_the_models_own_before_any_transform():
     assert token.logprobs is not None
     assert token.logprobs.logprob == pytest.approx(float(expected[token.token_id]))
     assert token.logprobs.top_token_ids == expected.topk(4).indices.tolist()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_a_temperature_next_to_zero_is_greedy(filters: dict[str, Any]):
+    """Dividing by it makes fp32 logits infinite, and an infinite logit must not open the way to banned tokens."""
+    logits = random_logits(1)[0]
+    assert draw(logits, temperature=1e-40, seed=1, **filters) == int(logits.argmax())
