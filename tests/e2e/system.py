@@ -315,7 +315,9 @@ class System:
         """The bare answer, for statuses and headers."""
         body = self.fields(turns, max_tokens) | {"ignore_eos": True} | fields
         body.pop("extra_body")
-        return self.gateway.http.post("/v1/chat/completions", json=body, timeout=timeout)
+        # A client of its own: httpcore's pool closes idle connections under the hands of other threads.
+        with httpx.Client(base_url=self.gateway.http.base_url, trust_env=False, verify=False) as http:
+            return http.post("/v1/chat/completions", json=body, timeout=timeout)
 
     def fields(self, turns: Sequence[Turn], max_tokens: int) -> dict[str, Any]:
         return {
