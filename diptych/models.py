@@ -60,11 +60,6 @@ def resolve(name: str, *, say: Say) -> Model:
     )
 
 
-def resolve_model(name: str) -> Path:
-    """The folder alone, without a word: for use as a library."""
-    return resolve(name, say=lambda _text: None).folder
-
-
 def cache_folder() -> Path:
     """Where converted checkpoints are kept: $DIPTYCH_CACHE, else diptych/ in the user's cache folder."""
     if given := os.environ.get(CACHE_VARIABLE):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +189,3 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="is not valid JSON"):
         load_model_config(tmp_path)
-
-
-def test_the_cost_of_a_token_counts_keys_and_values_of_all_layers(tmp_path: Path):
-    config = load_model_config(config_folder(tmp_path, tiny_config()))
-    assert config.num_kv_values_per_token == 2 * 3 * 2 * 16
-    assert replace(config, num_kv_heads=4).num_kv_values_per_token == 2 * 3 * 4 * 16

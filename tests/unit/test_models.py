@@ -29,7 +29,6 @@ def resolve(name: str) -> models.Model:
 def test_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "my-llava")
     assert resolve(str(folder)) == models.Model("my-llava", folder)
-    assert models.resolve_model(str(folder)) == folder
 
 
 def test_a_relative_folder_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

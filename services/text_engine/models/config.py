@@ -91,11 +91,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary embeddings need an even one")
 
-    @property
-    def num_kv_values_per_token(self) -> int:
-        """Numbers that one token adds to the KV caches of all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
 
 class Fields:
     """One JSON object of a config file, read field by field; every complaint names the field with its path.
