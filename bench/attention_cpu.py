@@ -71,8 +71,9 @@ def paged_attention(case: Case, attention: CpuAttention) -> Callable[[], object]
     num_tokens = case.num_seqs * case.num_new
     query = torch.randn(num_tokens, shape.num_heads, shape.head_dim).to(case.dtype)
     key, value = (torch.randn(num_tokens, shape.num_kv_heads, shape.head_dim).to(case.dtype) for _ in range(2))
+    cos_sin = torch.cat((torch.ones(num_tokens, shape.head_dim // 2), torch.zeros(num_tokens, shape.head_dim // 2)), 1)
     layer = itertools.cycle(caches)
-    return lambda: attention.attend(query, key, value, next(layer), metadata, shape)
+    return lambda: attention.attend(query, key, value, cos_sin, next(layer), metadata, shape)
 
 
 def torch_attention(case: Case) -> Callable[[], object]:

@@ -62,7 +62,7 @@ def instrument(engine: Engine) -> Stopwatch:
     for product in (Linear, PackedLinear):
         watch.wrap(product, "__call__", "matmul")
     watch.wrap(type(layer._attention), "attend", "attention")
-    for name in ("rms_norm", "add_rms_norm", "rotary", "silu_mul"):
+    for name in ("rms_norm", "add_rms_norm", "silu_mul"):
         watch.wrap(layer._kernels, name, "elementwise")
     watch.wrap(decoder, "compute_logits", "lm_head, float()")
     watch.wrap(decoder, "embed", "embedding")

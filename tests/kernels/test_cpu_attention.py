@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from services.text_engine.attention.cpu_backend import BLOCK_SIZE, CpuAttention
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
+from services.text_engine.kernels import reference
 from tests.kernels.native_libraries import INSTRUCTION_SETS, native_library
 
 # Largest difference from the fp64 oracle, for values of unit variance. bf16: the output's own rounding, 2^-9 relative,
@@ -27,6 +28,7 @@ class Sequences:
     lengths: list[int]
     dtype: torch.dtype
     seed: int = 0
+    images: tuple[tuple[int, int], ...] = ()  # spans of positions that see all of themselves, in every sequence
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -60,6 +62,7 @@ class Sequences:
             seq_lens=torch.tensor([stop for _, stop in spans], dtype=torch.int32),
             block_tables=tables,
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            image_spans=self.image_spans(spans) if self.images else None,
         )
         # Views into one buffer, as the decoder's fused qkv projection gives them.
         fused = torch.cat(
@@ -72,6 +75,11 @@ class Sequences:
         num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         return fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1), metadata
 
+    def image_spans(self, steps: list[tuple[int, int]]) -> torch.Tensor:
+        positions = (at for start, stop in steps for at in range(start, stop))
+        spans = [next(((a, b) for a, b in self.images if a <= at < b), (0, 0)) for at in positions]
+        return torch.tensor(spans, dtype=torch.int32).view(-1, 2)
+
     def expected(self, row: int) -> torch.Tensor:
         """[length, num_heads * head_dim] fp64"""
         group = self.shape.num_heads // self.shape.num_kv_heads
@@ -82,9 +90,13 @@ class Sequences:
         )
         distance = torch.arange(length)[:, None] - torch.arange(length)
         window = self.shape.sliding_window or length
-        scores = (query @ key.transpose(1, 2) * self.shape.scale).masked_fill(
-            (distance < 0) | (distance >= window), -torch.inf
-        )
+        visible = (distance >= 0) & (distance < window)
+        for start, stop in self.images:
+            visible[start:stop, start:stop] = True
+        scores = query @ key.transpose(1, 2) * self.shape.scale
+        if self.shape.soft_cap is not None:
+            scores = self.shape.soft_cap * torch.tanh(scores / self.shape.soft_cap)
+        scores = scores.masked_fill(~visible, -torch.inf)
         return (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
 
 
@@ -95,10 +107,16 @@ def run(sequences: Sequences, instruction_set: str, steps: list[list[tuple[int, 
     outputs: list[list[torch.Tensor]] = [[] for _ in sequences.lengths]
     for spans in steps:
         qkv, metadata = sequences.step(spans)
-        output = attention.attend(*qkv, cache, metadata, sequences.shape)
+        output = attention.attend(*qkv, no_rotation(qkv[0]), cache, metadata, sequences.shape)
         for parts, part in zip(outputs, output.split([stop - start for start, stop in spans]), strict=True):
             parts.append(part)
     return [torch.cat(parts) for parts in outputs]
+
+
+def no_rotation(query: torch.Tensor) -> torch.Tensor:
+    """cos_sin of angle 0 for every token."""
+    num_tokens, _, head_dim = query.shape
+    return torch.cat((torch.ones(num_tokens, head_dim // 2), torch.zeros(num_tokens, head_dim // 2)), dim=1)
 
 
 def whole(lengths: list[int]) -> list[list[tuple[int, int]]]:
@@ -112,16 +130,21 @@ def chunked(lengths: list[int], chunk: int) -> list[list[tuple[int, int]]]:
     ]
 
 
-def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
-    return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5, window)
+def shape_of(
+    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None, soft_cap: float | None = None
+) -> AttentionShape:
+    return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5, window, soft_cap)
 
 
 shapes = st.builds(
-    lambda group, num_kv_heads, head_dim, window: shape_of(group * num_kv_heads, num_kv_heads, head_dim, window),
+    lambda group, num_kv_heads, head_dim, window, soft_cap: shape_of(
+        group * num_kv_heads, num_kv_heads, head_dim, window, soft_cap
+    ),
     st.sampled_from([1, 2, 3, 4, 7, 8]),
     st.sampled_from([1, 2]),
     st.sampled_from([8, 16, 20, 32, 64, 80, 96, 128, 256]),
     st.sampled_from([None, None, 1, 16, 37, 300]),
+    st.sampled_from([None, None, 0.5, 30.0]),
 )
 lengths_lists = st.lists(
     st.sampled_from([1, 2, 15, 16, 17, 31, 48, 61, 127, 255, 256, 257, 401]), min_size=1, max_size=3
@@ -142,15 +165,44 @@ def test_it_equals_the_formula_and_never_reads_an_unused_slot(instruction_set, d
 
 @all_instruction_sets
 @both_dtypes
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes, start=st.integers(0, 300), num_positions=st.integers(1, 290), seed=st.integers(0, 1000))
+def test_an_image_sees_all_of_itself_and_text_sees_only_what_came_before(
+    instruction_set, dtype, shape, start, num_positions, seed
+):
+    stop = start + num_positions
+    sequences = Sequences(shape, [stop + 30, stop + 1], dtype, seed, images=((start, stop),))
+    steps = [[(0, start), (0, start)], [(start, stop), (start, stop + 1)], [(stop, stop + 30), (stop + 1, stop + 1)]]
+    for row, output in enumerate(run(sequences, instruction_set, steps)):
+        torch.testing.assert_close(output.double(), sequences.expected(row), rtol=0, atol=TOLERANCE[dtype])
+
+
+@all_instruction_sets
+@both_dtypes
+def test_queries_and_keys_are_rotated_before_they_meet(instruction_set, dtype):
+    sequences = Sequences(shape_of(6, 2, 32), [45], dtype)
+    [(query, key, value), metadata] = sequences.step([(0, 45)])
+    cos_sin = torch.randn(45, 32, generator=torch.Generator().manual_seed(1))
+    attention = CpuAttention(native_library(instruction_set), dtype)
+    caches = [attention.allocate_kv_cache(sequences.num_blocks, BLOCK_SIZE, sequences.shape) for _ in range(2)]
+    rotated = (*reference.rotary(query, key, cos_sin), value)
+    expected = attention.attend(*rotated, no_rotation(query), caches[0], metadata, sequences.shape)
+    actual = attention.attend(query, key, value, cos_sin, caches[1], metadata, sequences.shape)
+    assert torch.equal(actual, expected)
+    assert torch.equal(*caches)
+
+
+@all_instruction_sets
+@both_dtypes
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("chunk", [1, 13, 16, 128])
 def test_a_chunked_prompt_gives_the_bits_of_a_whole_one(instruction_set, dtype, window, chunk):
     sequences = Sequences(shape_of(6, 2, 32, window), [530, 41, 17], dtype)
     expected = run(sequences, instruction_set, whole(sequences.lengths))
-    for output, reference in zip(
+    for output, wanted in zip(
         run(sequences, instruction_set, chunked(sequences.lengths, chunk)), expected, strict=True
     ):
-        assert torch.equal(output, reference)
+        assert torch.equal(output, wanted)
 
 
 @all_instruction_sets
@@ -159,8 +211,8 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(instruction_set, dt
     sequences = Sequences(shape_of(6, 2, 32), [300, 41, 270], dtype)
     together = run(sequences, instruction_set, whole(sequences.lengths))
     alone = [[(0, length if row == i else 0) for row, length in enumerate(sequences.lengths)] for i in range(3)]
-    for output, reference in zip(run(sequences, instruction_set, alone), together, strict=True):
-        assert torch.equal(output, reference)
+    for output, wanted in zip(run(sequences, instruction_set, alone), together, strict=True):
+        assert torch.equal(output, wanted)
 
 
 @pytest.fixture

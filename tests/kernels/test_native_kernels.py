@@ -90,10 +90,9 @@ def test_rotary_equals_the_reference_and_leaves_the_values_alone(
 ):
     fused = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=seed)
     query, key, value = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    cos_sin = normal(50, head_dim, dtype=torch.float32, seed=seed + 1)
-    positions = torch.randint(50, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-    expected = (*reference.rotary(query, key, cos_sin, positions), value.clone())
-    actual = NativeKernels(native_library(instruction_set)).rotary(query, key, cos_sin, positions)
+    cos_sin = normal(num_tokens, head_dim, dtype=torch.float32, seed=seed + 1)
+    expected = (*reference.rotary(query, key, cos_sin), value.clone())
+    actual = NativeKernels(native_library(instruction_set)).rotary(query, key, cos_sin)
     for tensor, wanted in zip((*actual, value), expected, strict=True):
         assert torch.equal(tensor, wanted)
 

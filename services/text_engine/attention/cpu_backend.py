@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
+from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import ELEMENT_TYPES, NativeLibrary
 
 BLOCK_SIZE = 16
@@ -37,6 +38,7 @@ class AttentionCall(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
         ("slot_mapping", c_void_p),
+        ("image_spans", c_void_p),
         ("query_token_stride", c_int64),
         ("query_head_stride", c_int64),
         ("key_token_stride", c_int64),
@@ -52,6 +54,7 @@ class AttentionCall(ctypes.Structure):
         ("sliding_window", c_int32),
         ("num_threads", c_int32),
         ("scale", c_float),
+        ("soft_cap", c_float),
     )
 
 
@@ -62,6 +65,7 @@ class CpuAttention:
         if dtype not in ELEMENT_TYPES:
             raise ValueError(f"CPU attention works in {', '.join(map(str, ELEMENT_TYPES))}, not in {dtype}")
         self._attend = library.attend
+        self._rotary = NativeKernels(library).rotary
         self._dtype = dtype
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, shape: AttentionShape) -> torch.Tensor:
@@ -79,10 +83,12 @@ class CpuAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
+        query, key = self._rotary(query, key, cos_sin)
         padding = padded_head_dim(shape.head_dim) - shape.head_dim
         if padding:
             query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
@@ -101,6 +107,7 @@ class CpuAttention:
             seq_lens=metadata.seq_lens.data_ptr(),
             block_tables=metadata.block_tables.data_ptr(),
             slot_mapping=metadata.slot_mapping.data_ptr(),
+            image_spans=None if metadata.image_spans is None else metadata.image_spans.data_ptr(),
             query_token_stride=query_strides[0],
             query_head_stride=query_strides[1],
             key_token_stride=key_strides[0],
@@ -116,6 +123,7 @@ class CpuAttention:
             sliding_window=shape.sliding_window or 0,
             num_threads=torch.get_num_threads(),
             scale=shape.scale,
+            soft_cap=shape.soft_cap or 0.0,
         )
         self._attend(ELEMENT_TYPES[self._dtype], ctypes.byref(call))
         if padding:

@@ -20,13 +20,17 @@ class AttentionMetadata:
     seq_lens      [num_seqs] int32; cached tokens plus this step's: new token j of sequence i sits at position
                   seq_lens[i] - num_new_tokens[i] + j and sees every position up to its own
     block_tables  [num_seqs, max_blocks] int32; padding entries are 0 and never read
-    slot_mapping  [num_tokens] int64; block * block_size + offset where each new token's key and value go
+    slot_mapping  [num_tokens] int64; block * block_size + offset where each new token's key and value go; -1: nowhere
+    image_spans   [num_tokens, 2] int32, or None if all of the batch is causal. A token inside a span of positions
+                  start : end sees all of it, even later positions, window or not; the span then lies whole within the
+                  sequence's seq_len. 0, 0 for every other token
     """
 
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor
+    image_spans: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class AttentionShape:
 
     scale            multiplies q.k before the softmax
     sliding_window   a token sees itself and the `sliding_window - 1` positions before it; None: all
+    soft_cap         scores become soft_cap * tanh(score / soft_cap) before the softmax; None: unchanged
     """
 
     num_heads: int
@@ -42,10 +47,11 @@ class AttentionShape:
     head_dim: int
     scale: float
     sliding_window: int | None = None
+    soft_cap: float | None = None
 
 
 class AttentionBackend(Protocol):
-    """Stores the new keys and values into the paged cache, then attends over the cache."""
+    """Rotates queries and keys, stores keys and values into the paged cache, attends over the cache."""
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, shape: AttentionShape) -> torch.Tensor:
         """One layer's cache, in the backend's own layout; its size in bytes is what `num_blocks` blocks cost."""
@@ -56,14 +62,16 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Attention of every new token over its own sequence, causal.
+        """Attention of every new token over its own sequence, causal but for `image_spans`.
 
-        query    [num_tokens, num_heads, head_dim], rotated already
-        key      [num_tokens, num_kv_heads, head_dim], rotated already; value alike
+        query    [num_tokens, num_heads, head_dim], not yet rotated; may be overwritten, as key may
+        key      [num_tokens, num_kv_heads, head_dim], not yet rotated; value alike
+        cos_sin  [num_tokens, head_dim] fp32, as `kernels.reference.rotary` takes it
         returns  [num_tokens, num_heads * head_dim] in query's dtype
         """
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
+from services.text_engine.kernels import reference
 
 
 class TorchReferenceAttention:
@@ -24,11 +25,13 @@ class TorchReferenceAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
         """Shapes: see `AttentionBackend.attend`; kv_cache as `allocate_kv_cache` makes it."""
+        query, key = reference.rotary(query, key, cos_sin)
         _store(key, kv_cache[0], metadata.slot_mapping)
         _store(value, kv_cache[1], metadata.slot_mapping)
         output = torch.empty_like(query)
@@ -37,13 +40,15 @@ class TorchReferenceAttention:
             rows = slice(starts[i], starts[i + 1])
             keys = _gather(kv_cache[0], metadata.block_tables[i], seq_len)
             values = _gather(kv_cache[1], metadata.block_tables[i], seq_len)
-            output[rows] = _attend_one(query[rows].float(), keys, values, shape).to(query.dtype)
+            visible = _visible(seq_len, rows, shape, metadata)
+            output[rows] = _attend_one(query[rows].float(), keys, values, visible, shape).to(query.dtype)
         return output.flatten(1)
 
 
 def _store(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """new [num_tokens, num_kv_heads, head_dim] into cache [num_blocks, block_size, num_kv_heads, head_dim]."""
-    cache.flatten(0, 1)[slot_mapping] = new.to(cache.dtype)
+    stored = slot_mapping >= 0
+    cache.flatten(0, 1)[slot_mapping[stored]] = new[stored].to(cache.dtype)
 
 
 def _gather(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
@@ -52,20 +57,32 @@ def _gather(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> tor
     return cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len].float()
 
 
-def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+def _visible(seq_len: int, rows: slice, shape: AttentionShape, metadata: AttentionMetadata) -> torch.Tensor:
+    """[num_new, seq_len] bool: which positions each of a sequence's new tokens, rows of the batch, sees."""
+    position = torch.arange(seq_len, device=metadata.seq_lens.device)
+    distance = position[seq_len - (rows.stop - rows.start) :, None] - position
+    visible = distance >= 0
+    if shape.sliding_window is not None:
+        visible &= distance < shape.sliding_window
+    if metadata.image_spans is not None:
+        start, end = metadata.image_spans[rows].unbind(1)
+        visible |= (start[:, None] <= position) & (position < end[:, None])
+    return visible
+
+
+def _attend_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, shape: AttentionShape
+) -> torch.Tensor:
     """The last num_new positions of one sequence over all its positions, in fp32.
 
     query         [num_new, num_heads, head_dim]
     keys, values  [seq_len, num_kv_heads, head_dim]
+    visible       [num_new, seq_len] bool
     returns       [num_new, num_heads, head_dim]
     """
-    num_new, seq_len = query.shape[0], keys.shape[0]
-    grouped_query = query.view(num_new, shape.num_kv_heads, -1, shape.head_dim)
+    grouped_query = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
     scores = torch.einsum("qkgd,skd->kgqs", grouped_query, keys) * shape.scale
-    position = torch.arange(seq_len, device=query.device)
-    distance = position[seq_len - num_new :, None] - position  # [num_new, seq_len]
-    visible = distance >= 0
-    if shape.sliding_window is not None:
-        visible &= distance < shape.sliding_window
+    if shape.soft_cap is not None:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("kgqs,skd->qkgd", weights, values).flatten(1, 2)

@@ -1,7 +1,7 @@
 """The elementwise operations of a decoder layer, as one interface; a module of functions satisfies it.
 
-`reference` is plain PyTorch (any device, the oracle), `native` the compiled CPU kernels. The decoder gets one of them
-handed over and never asks which.
+`reference` is plain PyTorch (any device, the oracle), `native` the compiled CPU kernels, `triton_kernels` the GPU's.
+The decoder gets one of them handed over and never asks which. Rotation belongs to attention, which may fuse it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,6 @@ class Kernels(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rms_norm(x + residual), x + residual); both [num_tokens, dim]. May reuse the inputs' memory."""
-        ...
-
-    def rotary(
-        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate the halves of each head (NeoX style). May work in place on strided views.
-
-        query      [num_tokens, num_heads, head_dim], key [num_tokens, num_kv_heads, head_dim]
-        cos_sin    [max_positions, head_dim] fp32: cosines of the head_dim / 2 frequencies, then their sines
-        positions  [num_tokens] int64
-        """
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

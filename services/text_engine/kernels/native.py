@@ -11,7 +11,8 @@ from services.text_engine.kernels.native_library import ELEMENT_TYPES, NativeLib
 
 
 class NativeKernels:
-    """Satisfies `kernels.interface.Kernels`. `add_rms_norm` and `rotary` overwrite their inputs."""
+    """Satisfies `kernels.interface.Kernels`. `add_rms_norm` and `rotary` overwrite their inputs; `rotary` is the
+    CPU attention's."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
@@ -53,12 +54,12 @@ class NativeKernels:
         return x, residual
 
     def rotary(
-        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `reference.rotary`, in place on strided views."""
         assert query.stride(2) == key.stride(2) == 1
         assert cos_sin.dtype == torch.float32
         assert cos_sin.is_contiguous()
-        assert positions.dtype == torch.int64
         num_tokens, num_heads, _ = query.shape
         query_token_stride, query_head_stride, _ = query.stride()
         key_token_stride, key_head_stride, _ = key.stride()
@@ -67,7 +68,6 @@ class NativeKernels:
             query.data_ptr(),
             key.data_ptr(),
             cos_sin.data_ptr(),
-            positions.data_ptr(),
             num_tokens,
             num_heads,
             key.shape[1],

@@ -38,7 +38,7 @@ class NativeLibrary:
         self.attend = function("attend", c_int32, c_void_p)
         self.rms_norm = function("rms_norm", c_int32, *[c_void_p] * 3, *[c_int64] * 3, c_float, c_int32)
         self.add_rms_norm = function("add_rms_norm", c_int32, *[c_void_p] * 3, *[c_int64] * 2, c_float, c_int32)
-        self.rotary = function("rotary", c_int32, *[c_void_p] * 4, c_int64, c_int32, c_int32, *[c_int64] * 5, c_int32)
+        self.rotary = function("rotary", c_int32, *[c_void_p] * 3, c_int64, c_int32, c_int32, *[c_int64] * 5, c_int32)
         self.packed_outputs = function("packed_outputs", c_int64, returns=c_int64)
         self.pack_weight = function("pack_weight", c_int32, *[c_void_p] * 2, *[c_int64] * 2, c_int32)
         self.matmul = function("matmul", c_int32, *[c_void_p] * 4, *[c_int64] * 4, c_int32)

@@ -24,16 +24,14 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate the halves of each head, in fp32.
+def rotary(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the halves of each head (NeoX style), in fp32.
 
-    query      [num_tokens, num_heads, head_dim], key [num_tokens, num_kv_heads, head_dim]
-    cos_sin    [max_positions, head_dim] fp32: cosines, then sines
-    positions  [num_tokens] int64
+    query    [num_tokens, num_heads, head_dim], key [num_tokens, num_kv_heads, head_dim]
+    cos_sin  [num_tokens, head_dim] fp32: at each token's position the cosines of the head_dim / 2 frequencies, then
+             their sines
     """
-    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)  # each [num_tokens, 1, head_dim / 2]
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)  # each [num_tokens, 1, head_dim / 2]
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 

@@ -79,10 +79,11 @@ class Decoder:
         returns    [num_tokens, hidden_size]
         """
         kernels, eps = self._kernels, self.config.rms_norm_eps
+        cos_sin = self._cos_sin[positions]
         residual = hidden
         x = kernels.rms_norm(hidden, self._layers[0].input_norm, eps)
         for layer, kv_cache, next_norm in zip(self._layers, kv_caches, self._norms_after_layers, strict=True):
-            x = layer.attend(x, positions, self._cos_sin, kv_cache, metadata)
+            x = layer.attend(x, cos_sin, kv_cache, metadata)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = layer.feed_forward(x)
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
@@ -126,20 +127,18 @@ class DecoderLayer:
     def attend(
         self,
         x: torch.Tensor,
-        positions: torch.Tensor,
         cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> alike"""
+        """x [num_tokens, hidden_size], cos_sin [num_tokens, head_dim] fp32 -> like x"""
         shape = self._shape
         heads = self._qkv_proj(x).view(x.shape[0], -1, shape.head_dim)
         query, key, value = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             query = self._kernels.rms_norm(query, self._q_norm, self._eps)
             key = self._kernels.rms_norm(key, self._k_norm, self._eps)
-        query, key = self._kernels.rotary(query, key, cos_sin, positions)
-        return self._o_proj(self._attention.attend(query, key, value, kv_cache, metadata, shape))
+        return self._o_proj(self._attention.attend(query, key, value, cos_sin, kv_cache, metadata, shape))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> alike"""

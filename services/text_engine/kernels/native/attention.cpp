@@ -1,4 +1,4 @@
-// Causal attention over a paged KV cache, for a ragged mix of decode rows and prefill chunks.
+// Causal attention (images may see themselves whole) over a paged KV cache, for a ragged mix of decode rows and prefill chunks.
 //
 // The cache, per block of 16 slots and KV head, in lanes (see simd.h):
 //     keys    [head_dim / PER_LANE][16 slots]      one load holds the same dimension(s) of 16 keys
@@ -30,6 +30,7 @@ struct AttentionCall {
     const int32_t* seq_lens;
     const int32_t* block_tables;
     const int64_t* slot_mapping;
+    const int32_t* image_spans;  // [num_tokens, 2] positions start : end that a token sees whole, or null
     int64_t query_token_stride, query_head_stride;
     int64_t key_token_stride, key_head_stride;
     int64_t value_token_stride, value_head_stride;
@@ -39,6 +40,7 @@ struct AttentionCall {
     int32_t sliding_window;  // 0: none
     int32_t num_threads;
     float scale;
+    float soft_cap;  // 0: none
 };
 
 namespace {
@@ -95,8 +97,8 @@ class Attention {
             const int num_vectors = num_new_tokens(seq) * group_;
             for (int first = 0; first < num_vectors; first += MAX_VECTORS) {
                 const int count = std::min(MAX_VECTORS, num_vectors - first);
-                const int first_block = first_visible(position(seq, first)) / BLOCK;
-                const int last_block = position(seq, first + count - 1) / BLOCK + 1;
+                const int first_block = first_visible(seq, first) / BLOCK;
+                const int last_block = last_visible(seq, first + count - 1) / BLOCK + 1;
                 const int64_t cost = (last_block - first_block) * (BLOCK_COST + count) * head_dim_ / 64;
                 const int first_tile = first_block / TILE_BLOCKS, last_tile = (last_block - 1) / TILE_BLOCKS + 1;
                 for (int kv_head = 0; kv_head < call_.num_kv_heads; ++kv_head) {
@@ -136,10 +138,25 @@ class Attention {
 
     int num_new_tokens(int seq) const { return call_.cu_seqlens_q[seq + 1] - call_.cu_seqlens_q[seq]; }
     int position(int seq, int vector) const { return call_.seq_lens[seq] - num_new_tokens(seq) + vector / group_; }
-    int position(const Item& item, int vector) const { return position(item.seq, item.first_vector + vector); }
-    int first_visible(int position) const {
-        return call_.sliding_window ? std::max(0, position + 1 - call_.sliding_window) : 0;
+
+    // A vector sees an interval of positions, whose ends never fall from one vector of a sequence to the next.
+    int first_visible(int seq, int vector) const {
+        if (!call_.sliding_window) return 0;
+        const int first = std::max(0, position(seq, vector) + 1 - call_.sliding_window);
+        const int32_t* span = image_span(seq, vector);
+        return span ? std::min(first, span[0]) : first;
     }
+    int last_visible(int seq, int vector) const {
+        const int32_t* span = image_span(seq, vector);
+        return span ? span[1] - 1 : position(seq, vector);
+    }
+    const int32_t* image_span(int seq, int vector) const {
+        if (!call_.image_spans) return nullptr;
+        const int32_t* span = call_.image_spans + 2 * (call_.cu_seqlens_q[seq] + vector / group_);
+        return span[1] ? span : nullptr;
+    }
+    int first_visible(const Item& item, int vector) const { return first_visible(item.seq, item.first_vector + vector); }
+    int last_visible(const Item& item, int vector) const { return last_visible(item.seq, item.first_vector + vector); }
 
     const int32_t* block_table(const Item& item) const {
         return call_.block_tables + item.seq * call_.block_table_stride;
@@ -218,8 +235,8 @@ class Attention {
     void find_operands(const Item& item, int tile, const Item& next_item, Operands& found) const {
         constexpr int PER_BLOCK = Operands::COLUMNS_PER_BLOCK;
         const int last_vector = item.num_vectors - 1;
-        const int last_block = std::min((tile + 1) * TILE_BLOCKS, position(item, last_vector) / BLOCK + 1);
-        found.first_block = std::max(tile * TILE_BLOCKS, first_visible(position(item, 0)) / BLOCK);
+        const int last_block = std::min((tile + 1) * TILE_BLOCKS, last_visible(item, last_vector) / BLOCK + 1);
+        found.first_block = std::max(tile * TILE_BLOCKS, first_visible(item, 0) / BLOCK);
         found.num_blocks = last_block - found.first_block;
         for (int v = 0; v <= last_vector; ++v) found.queries[v] = query(item, v);
         const int32_t* table = block_table(item);
@@ -260,11 +277,16 @@ class Attention {
             score<Element, r(), n()>(operands.queries + v, operands.keys + column, head_dim_ / Element::PER_LANE,
                                      scores + v * TILE + column * WIDTH);
         });
-        const float scale = call_.scale * 1.44269504f;  // weights are powers of 2
+        float scale = call_.scale;
+        if (call_.soft_cap) {
+            for (int v = 0; v < count; ++v) cap(scores + v * TILE, num_slots, scale, call_.soft_cap);
+            scale = 1.0f;
+        }
+        scale *= 1.44269504f;  // weights are powers of 2
+        const int start = operands.first_block * BLOCK;
         for (int v = 0; v < count; ++v) {
-            const int last = position(item, v) - operands.first_block * BLOCK;
-            const int first = call_.sliding_window ? last + 1 - call_.sliding_window : 0;
-            result.max[v] = mask_and_max(scores + v * TILE, num_slots, first, last + 1) * scale;
+            const int first = first_visible(item, v) - start, end = last_visible(item, v) + 1 - start;
+            result.max[v] = mask_and_max(scores + v * TILE, num_slots, first, end) * scale;
         }
         for (int v = 0; v < count; ++v) {
             result.sum[v] = exponentiate<Element>(scores + v * TILE, num_slots, scale, result.max[v]);

@@ -88,6 +88,16 @@ inline float mask_and_max(float* scores, int num_slots, int first, int last) {
     return reduce_max(highest);
 }
 
+// scores = soft_cap * tanh(scores * scale / soft_cap), in place, by way of exp2; unused slots may hold anything.
+inline void cap(float* scores, int num_slots, float scale, float soft_cap) {
+    for (int slot = 0; slot < num_slots; slot += WIDTH) {
+        // tanh(x) = (1 - e^-2x) / (1 + e^-2x). From -20 down it is -1 to the last bit, and the power must not overflow.
+        const F32 x = max(splat(-20.0f), load<F32>(scores + slot) * splat(scale / soft_cap));
+        const F32 power = exp2(x * splat(-2 * 1.44269504f));
+        store(scores + slot, splat(soft_cap) * ((splat(1.0f) - power) / (splat(1.0f) + power)));
+    }
+}
+
 // Turns scores into weights 2^(score * scale - max), in place and in the cache's element type, and returns their sum.
 template <class Element>
 inline float exponentiate(float* scores, int num_slots, float scale, float max) {

@@ -120,18 +120,17 @@ DIPTYCH_EXPORT void diptych_add_rms_norm(int32_t element_type, void* x, void* re
 }
 
 // Rotates the halves of the first `rotary_dim` elements of every head, in place.
-// query [num_tokens, num_heads, >= rotary_dim], key [num_tokens, num_kv_heads, alike], cos_sin [max_positions, rotary_dim]
+// query [num_tokens, num_heads, >= rotary_dim], key [num_tokens, num_kv_heads, alike], cos_sin [num_tokens, rotary_dim]
 DIPTYCH_EXPORT void diptych_rotary(int32_t element_type, void* query, void* key, const float* cos_sin,
-                                   const int64_t* positions, int64_t num_tokens, int32_t num_heads,
-                                   int32_t num_kv_heads, int64_t rotary_dim, int64_t query_token_stride,
-                                   int64_t query_head_stride, int64_t key_token_stride, int64_t key_head_stride,
-                                   int32_t num_threads) {
+                                   int64_t num_tokens, int32_t num_heads, int32_t num_kv_heads, int64_t rotary_dim,
+                                   int64_t query_token_stride, int64_t query_head_stride, int64_t key_token_stride,
+                                   int64_t key_head_stride, int32_t num_threads) {
     with_element(element_type, [&](auto element) {
         using Element = decltype(element);
         using Scalar = typename Element::Scalar;
         const int64_t half = rotary_dim / 2;
         for_each_row(num_tokens, (num_heads + num_kv_heads) * rotary_dim, num_threads, [&](int64_t token) {
-            const float* cos = cos_sin + positions[token] * rotary_dim;
+            const float* cos = cos_sin + token * rotary_dim;
             const float* sin = cos + half;
             Scalar* query_heads = (Scalar*)query + token * query_token_stride;
             Scalar* key_heads = (Scalar*)key + token * key_token_stride;
