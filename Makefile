@@ -44,6 +44,9 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps $(TORCH_ARGS) $(TORCH); \
 	echo "2/3 $$(grep -c '==' requirements.lock) packages at the versions of requirements.lock ($$SECONDS s so far)."; \
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock; \
+	$(BIN)/python -c 'import torch' 2>/dev/null || { \
+		echo "    This build of torch brings CUDA: fetching its libraries, some gigabytes."; \
+		$(BIN)/python -m pip install --quiet $(TORCH_ARGS) $(TORCH); }; \
 	echo "3/3 diptych itself, from this folder."; \
 	$(BIN)/python -m pip install --quiet --no-deps --editable .; \
 	rm -f $(VENV)/.setup-*; \
