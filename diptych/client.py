@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from shared.lines import lines_of
+
 # An answer may take minutes on a slow machine: only connecting has a limit.
 TIMEOUT = httpx.Timeout(None, connect=5.0)
 
@@ -99,7 +101,7 @@ class Client:
             if response.is_error:
                 response.read()
                 self._checked(response)
-            for chunk in _events(response.iter_lines()):
+            for chunk in _events(lines_of(response.iter_bytes())):
                 usage = chunk.get("usage") or usage
                 for choice in chunk.get("choices", []):
                     if piece := choice["delta"].get("content"):
@@ -129,15 +131,15 @@ def _body(question: str, images: Sequence[str | Path], options: dict[str, Any]) 
     return {"messages": [{"role": "user", "content": parts}], **options}
 
 
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream. Raises RequestFailed for an error event."""
     for line in lines:
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or data == b"[DONE]":
             continue
         event = json.loads(data)
         if "error" in event:
-            raise RequestFailed(_message(data) or "the server broke off the answer")
+            raise RequestFailed(_message(data.decode()) or "the server broke off the answer")
         yield event
 
 

@@ -11,51 +11,35 @@ One hash per image, so that Redis evicts metadata and blob together:
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from pydantic import ValidationError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from shared import tensor_blob
-from shared.circuit_breaker import CircuitBreaker
-from shared.log import get_logger
-
-log = get_logger(__name__)
-T = TypeVar("T")
+from shared.redis_link import RedisLink
+from shared.wire import ImageMetadata
 
 EMBEDDING_PREFIX: Final = "diptych:emb:"
 LEASE_PREFIX: Final = "diptych:lease:"
 VERIFY_INLINE_BYTES: Final = 1 << 20  # a larger checksum would hold up the event loop for a millisecond or more
-MAX_CONNECTIONS: Final = 16
 POLL_S: Final = (0.01, 0.02, 0.05, 0.1)  # how a follower looks for the leader's result: eagerly, then patiently
 
 # Only the owner may end a lease: after a pause its own may have expired and be another's by now.
 _RELEASE: Final = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
 
-@dataclass(frozen=True, slots=True)
-class ImageMetadata:
-    """What a prompt needs to know of an image whose embedding exists."""
-
-    num_tokens: int
-    width: int
-    height: int
-
-
 @dataclass(slots=True)
 class CacheStats:
-    """Counts since start, for `/metrics`. Corrupt entries count as misses too; errors are failed operations."""
+    """Counts since start, for `/metrics`. Corrupt entries count as misses too."""
 
     hits: int = 0
     misses: int = 0
     stores: int = 0
     corrupt: int = 0
-    errors: int = 0
 
 
 class EmbeddingCache:
@@ -80,34 +64,36 @@ class EmbeddingCache:
     ) -> None:
         self.stats = CacheStats()
         self._ttl_s = ttl_s
-        self._op_timeout_s = op_timeout_s
         self._lease_ttl_s = lease_ttl_s
-        self._redis = None if url is None else _connect(url, op_timeout_s)
         self._leases: dict[str, str] = {}
         self._renewer: asyncio.Task[None] | None = None
-        self._breaker = CircuitBreaker(
-            self._ping,
+        self._link = RedisLink(
+            url,
+            op_timeout_s=op_timeout_s,
+            subject="embedding cache",
             failures_to_open=failures_to_open,
             probe_interval_s=probe_interval_s,
             warn_interval_s=warn_interval_s,
-            subject="embedding cache",
         )
 
     @property
     def enabled(self) -> bool:
-        return self._redis is not None
+        return self._link.enabled
+
+    @property
+    def num_errors(self) -> int:
+        """Operations that failed, since start."""
+        return self._link.num_errors
 
     @property
     def breaker_open(self) -> bool:
         """True while operations are answered without asking Redis, because it was found dead or paused."""
-        return self._breaker.is_open
+        return self._link.breaker_open
 
     async def close(self) -> None:
-        self._breaker.close()
         if self._renewer is not None:
             self._renewer.cancel()
-        if self._redis is not None:
-            await self._redis.aclose()
+        await self._link.close()
 
     # --- entries ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +108,7 @@ class EmbeddingCache:
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies[::2]
 
-        replies = await self._attempt(ask, default=None) if keys else []
+        replies = await self._link.attempt(ask, default=None) if keys else []
         found = [_parse_metadata(reply) for reply in replies or [None] * len(keys)]
         self._count(found)
         return found
@@ -141,7 +127,7 @@ class EmbeddingCache:
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
 
-        replies = await self._attempt(ask, default=None) if keys else []
+        replies = await self._link.attempt(ask, default=None) if keys else []
         found: list[bytes | None] = [None] * len(keys)
         for index, (key, reply) in enumerate(zip(keys, replies or [], strict=False)):
             if not isinstance(reply, bytes):  # absent, or an entry that is no hash: the next `put` replaces it
@@ -161,7 +147,7 @@ class EmbeddingCache:
             # spell out the command, blob and all, which holds up the event loop for 100 ms per MB.
             pipeline = redis.pipeline(transaction=False)
             pipeline.unlink(EMBEDDING_PREFIX + key)  # whatever is there, of whatever type
-            fields = {"meta": json.dumps(asdict(metadata)), "blob": blob}
+            fields = {"meta": metadata.model_dump_json(exclude_defaults=True), "blob": blob}
             pipeline.hset(EMBEDDING_PREFIX + key, mapping=fields)  # type: ignore[arg-type]
             pipeline.pexpire(EMBEDDING_PREFIX + key, round(self._ttl_s * 1000))
             replies = await pipeline.execute(raise_on_error=False)
@@ -170,13 +156,13 @@ class EmbeddingCache:
                     raise reply
             return True
 
-        stored = await self._attempt(store, default=False)
+        stored = await self._link.attempt(store, default=False)
         self.stats.stores += stored
         return stored
 
     async def discard(self, key: str) -> None:
         """Forget one entry, for example because its blob does not fit the model that reads it."""
-        await self._attempt(lambda redis: redis.unlink(EMBEDDING_PREFIX + key), default=0)
+        await self._link.attempt(lambda redis: redis.unlink(EMBEDDING_PREFIX + key), default=0)
 
     # --- single flight across replicas ------------------------------------------------------------------------------
 
@@ -209,7 +195,7 @@ class EmbeddingCache:
             lease_ms = round(self._lease_ttl_s * 1000)
             return bool(await redis.set(LEASE_PREFIX + key, owner, nx=True, px=lease_ms))
 
-        granted = await self._attempt(take, default=True)
+        granted = await self._link.attempt(take, default=True)
         if granted and self.enabled:
             self._leases[key] = owner
             if self._renewer is None:
@@ -220,7 +206,7 @@ class EmbeddingCache:
         """End this process's lease on `key`, if it holds one; followers see the result or take over at once."""
         owner = self._leases.pop(key, None)
         if owner is not None:
-            await self._attempt(lambda redis: redis.eval(_RELEASE, 1, LEASE_PREFIX + key, owner), default=0)
+            await self._link.attempt(lambda redis: redis.eval(_RELEASE, 1, LEASE_PREFIX + key, owner), default=0)
 
     async def _renew_leases(self) -> None:
         """A lease is short so that a dead leader is noticed soon, and renewed because a queue may be long."""
@@ -234,52 +220,12 @@ class EmbeddingCache:
         while True:
             await asyncio.sleep(self._lease_ttl_s / 3)
             if self._leases:
-                await self._attempt(renew, default=None)
-
-    # --- outages ----------------------------------------------------------------------------------------------------
-
-    async def _attempt(self, operation: Callable[[Redis], Awaitable[T]], *, default: T) -> T:
-        """The one way to Redis: bounded in time, skipped while the breaker is open, `default` on any failure."""
-        if self._redis is None or self._breaker.is_open:
-            return default
-        try:
-            async with asyncio.timeout(self._op_timeout_s):
-                result = await operation(self._redis)
-        except ResponseError as error:
-            # Alive but unwilling (full, read-only, wrong type): no reason to stop asking.
-            self.stats.errors += 1
-            self._breaker.warn(error)
-            return default
-        except (RedisError, OSError, TimeoutError) as error:
-            self.stats.errors += 1
-            self._breaker.record_failure(error)
-            return default
-        self._breaker.record_success()
-        return result
-
-    async def _ping(self) -> None:
-        assert self._redis is not None
-        async with asyncio.timeout(self._op_timeout_s):
-            await self._redis.ping()
+                await self._link.attempt(renew, default=None)
 
     def _count(self, found: Sequence[object | None]) -> None:
         misses = sum(entry is None for entry in found)
         self.stats.misses += misses
         self.stats.hits += len(found) - misses
-
-
-def _connect(url: str, op_timeout_s: float) -> Redis:
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=op_timeout_s,
-        socket_timeout=op_timeout_s,
-        socket_connect_timeout=op_timeout_s,
-        # The client's own retries would multiply the operation timeout.
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
-    return Redis.from_pool(pool)
 
 
 async def _is_whole_blob(blob: bytes) -> bool:
@@ -294,14 +240,10 @@ async def _is_whole_blob(blob: bytes) -> bool:
 
 
 def _parse_metadata(reply: object) -> ImageMetadata | None:
-    """Anything but the three positive integers is a miss: Redis is not trusted to hold what we put there."""
+    """Whatever does not parse is a miss: Redis is not trusted to hold what we put there."""
     if not isinstance(reply, bytes):
         return None
     try:
-        fields = json.loads(reply)
-        values = [fields[name] for name in ("num_tokens", "width", "height")]
-    except (ValueError, TypeError, KeyError):
+        return ImageMetadata.model_validate_json(reply, strict=True)
+    except ValidationError:
         return None
-    if not all(type(value) is int and value > 0 for value in values):
-        return None
-    return ImageMetadata(*values)

@@ -93,6 +93,12 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class FileNotFound(NotFound):
+    """No uploaded file has this id (any more)."""
+
+    code = "file_not_found"
+
+
 class EmbeddingNotFound(NotFound):
     """No encoder or cache holds this embedding (any more): the image must be sent again."""
 
@@ -161,12 +167,13 @@ class RequestAborted(DiptychError):
     code = "aborted"
 
 
-def _tree(root: type[DiptychError]) -> list[type[DiptychError]]:
-    return [root] + [leaf for child in root.__subclasses__() for leaf in _tree(child)]
+def all_errors(root: type[DiptychError] = DiptychError) -> list[type[DiptychError]]:
+    """Every class of the tree, parents first."""
+    return [root] + [leaf for child in root.__subclasses__() for leaf in all_errors(child)]
 
 
-_BY_CODE = {cls.code: cls for cls in reversed(_tree(DiptychError))}
-_BY_STATUS = {cls.status: cls for cls in reversed(_tree(DiptychError))} | {500: UpstreamFailed, 503: NotReady}
+_BY_CODE = {cls.code: cls for cls in reversed(all_errors())}
+_BY_STATUS = {cls.status: cls for cls in reversed(all_errors())} | {500: UpstreamFailed, 503: NotReady}
 
 
 def error_from_body(status: int, body: object, *, retry_after_s: float | None = None) -> DiptychError:

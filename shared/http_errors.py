@@ -19,10 +19,9 @@ from shared.errors import (
     PayloadTooLarge,
     UpstreamFailed,
 )
-from shared.log import get_logger, redact
+from shared.log import redact
 from shared.wire import WireError
 
-log = get_logger(__name__)
 MAX_ECHO_CHARS = 80
 
 
@@ -41,7 +40,7 @@ def wire_error(error: DiptychError) -> WireError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of `app` leaves as `{"error": {...}}`; an unexpected exception is logged, never shown."""
+    """Every error of `app` leaves as `{"error": {...}}`. Unexpected exceptions are for `request_id.RequestIds`."""
 
     async def on_diptych_error(_request: Request, error: Exception) -> Response:
         assert isinstance(error, DiptychError)
@@ -55,14 +54,9 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return error_response(_from_http_exception(request, error))
 
-    async def on_unexpected(request: Request, error: Exception) -> Response:
-        log.error("unexpected error", path=request.url.path, exc_info=error)
-        return error_response(DiptychError("internal error; the server's log has the details"))
-
     app.add_exception_handler(DiptychError, on_diptych_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(Exception, on_unexpected)
 
 
 def _from_http_exception(request: Request, error: HTTPException) -> DiptychError:

@@ -7,13 +7,59 @@ check serves the HTTP gateway, the engine's own API and the offline `LLM`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
 
 from shared.errors import InvalidRequest
 
+ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+CONSTRAINT_KINDS: Final[tuple[str, ...]] = get_args(ConstraintKind)
+MAX_CONSTRAINT_CHARS = 2**18
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
 MAX_SEED = 2**63 - 1
+# Field -> the least and the most that is allowed, None for no limit. The gateway's OpenAPI document tells them, too.
+WHOLE_RANGES: Final[dict[str, tuple[int, int | None]]] = {
+    "n": (1, MAX_CHOICES),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "top_k": (-1, None),
+    "seed": (-MAX_SEED, MAX_SEED),
+}
+REAL_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 10.0),
+}
+_MAY_BE_NONE: Final = ("max_tokens", "seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What an answer must look like, whatever the model would rather say.
+
+    kind    json_object: any JSON object; json_schema, regex, grammar (Lark or GBNF), choice: as `value` says
+    value   the schema as JSON text, the pattern, the grammar, the choices as a JSON list of strings; "" for json_object
+    param   the client's field that asked for it: what a refusal names
+    """
+
+    kind: ConstraintKind
+    value: str = ""
+    param: str = "constraint"
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONSTRAINT_KINDS:
+            raise InvalidRequest(f"a constraint's kind is one of {', '.join(CONSTRAINT_KINDS)}", param=self.param)
+        if not isinstance(self.value, str) or bool(self.value) == (self.kind == "json_object"):
+            wanted = "no value" if self.kind == "json_object" else "a value that is a text, and not an empty one"
+            raise InvalidRequest(f"a constraint of kind {self.kind} takes {wanted}", param=self.param)
+        if len(self.value) > MAX_CONSTRAINT_CHARS:
+            raise InvalidRequest(
+                f"{self.param} has {len(self.value)} characters; at most {MAX_CONSTRAINT_CHARS}", param=self.param
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +74,9 @@ class SamplingParams:
     logit_bias          token id -> [-100, 100]
     logprobs            None: none; k: the sampled token's and the k best tokens' log-probabilities
     min_tokens          no end-of-sequence or stop token before this many tokens
+    constraint          the answer must match it; end-of-sequence is allowed only where it is complete. `stop` strings
+                        still cut it: they are the client's own wish
+    skip_special_tokens whether special tokens leave no trace in the text
     """
 
     n: int = 1
@@ -47,23 +96,19 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    constraint: Constraint | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1, MAX_CHOICES)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, None)
-        _whole("min_tokens", self.min_tokens, 0, None)
+        for name, (least, most) in WHOLE_RANGES.items():
+            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
+                _whole(name, getattr(self, name), least, most)
+        for name, (low, high) in REAL_RANGES.items():
+            _real(name, getattr(self, name), low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens} but max_tokens is only {self.max_tokens}", param="min_tokens"
             )
-        _real("temperature", self.temperature, 0.0, 2.0)
-        _real("top_p", self.top_p, 0.0, 1.0)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _whole("top_k", self.top_k, -1, None)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         for token_id, bias in self.logit_bias.items():
             _whole(f"logit_bias key {token_id!r}", token_id, 0, None, param="logit_bias")
             _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
@@ -76,8 +121,6 @@ class SamplingParams:
                 raise InvalidRequest(f"stop holds {text!r}; a stop string needs at least one character", param="stop")
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, None)
-        if self.seed is not None:
-            _whole("seed", self.seed, -MAX_SEED, MAX_SEED)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, param="top_logprobs")
 

@@ -28,7 +28,11 @@ def _blank_is_unset(value: object) -> object:
 # Every service and every hosting platform knows this name, so it takes no prefix. Unset or blank: no cache.
 RedisUrl = Annotated[
     str | None,
-    Field(validation_alias=AliasChoices("redis_url", "REDIS_URL"), pattern=r"^(rediss?|unix)://"),
+    Field(
+        validation_alias=AliasChoices("redis_url", "REDIS_URL"),
+        pattern=r"^(rediss?|unix)://",
+        description="the embedding cache, e.g. redis://host:6379/0; none: embeddings travel between services only",
+    ),
     BeforeValidator(_blank_is_unset),
 ]
 

@@ -89,6 +89,16 @@ class Checkpoint:
             tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        with safe_open(self._files[name], framework="pt") as opened:
+            return tuple(opened.get_slice(name).get_shape())
+
+    def part(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """One slice for each leading dimension; only the bytes of that part are read."""
+        with safe_open(self._files[name], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_slice(name)[part]
+        return tensor
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, shard by shard, so that each file is opened once."""
         for file in self.files:

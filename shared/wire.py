@@ -6,9 +6,10 @@ back: NDJSON `GenerateEvent`s. Unknown fields are ignored, so that a newer servi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 SCHEMA_VERSION = 1
 
@@ -20,7 +21,10 @@ DEADLINE_HEADER = "X-Deadline-S"  # seconds the caller will still wait
 NDJSON = "application/x-ndjson"
 
 Stage = Literal["fetch", "decode", "preprocess", "encode", "transfer", "queue", "prefill", "decode_tokens"]
-FinishReason = Literal["stop", "length", "abort"]
+# "tool_calls" is the gateway's, which finds the calls in the text.
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
+ToolFormat = Literal["hermes", "llama3_json", "mistral"]
+Attention = Literal["causal", "bidirectional"]
 
 
 class WireModel(BaseModel):
@@ -40,18 +44,53 @@ class WireError(WireModel):
 # --- vision encoder -------------------------------------------------------------------------------------------------
 
 
-class ImageRef(WireModel):
-    """Stands for one image from here on: where its embedding is, and how many positions it takes in the prompt.
+class ImageMetadata(WireModel):
+    """How one image stands in a prompt. The encoder announces it, so that a text engine knows no vision family.
+
+    num_tokens      rows of the embedding
+    width, height   of the upright picture
+    layout          what takes the place of the image's mark, in order: a number is that many positions, filled by the
+                    next rows of the embedding; a string is text, special tokens' spellings counting, between them.
+                    Empty: the rows alone
+    grid            (frames, lines, columns) whose cells the rows are, for rotary positions in three dimensions; None:
+                    the rows are counted like text
+    attention       "bidirectional": each row of a run sees the whole run
+    """
+
+    num_tokens: PositiveInt
+    width: PositiveInt
+    height: PositiveInt
+    layout: tuple[str | PositiveInt, ...] = ()
+    grid: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    attention: Attention = "causal"
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        num_laid_out = sum(piece for piece in self.pieces if isinstance(piece, int))
+        if num_laid_out != self.num_tokens:
+            raise ValueError(f"the layout has room for {num_laid_out} rows; num_tokens is {self.num_tokens}")
+        if self.grid is not None and math.prod(self.grid) != self.num_tokens:
+            raise ValueError(f"a grid of {self.grid} has not {self.num_tokens} cells")
+        return self
+
+    @property
+    def pieces(self) -> tuple[str | int, ...]:
+        return self.layout or (self.num_tokens,)
+
+
+class ImageRef(ImageMetadata):
+    """Stands for one image from here on: where its embedding is, and how it stands in the prompt.
 
     encoder_url   base URL of the encoder that admitted the image and can serve `GET /v1/embeddings/{image_key}`;
                   None if the embedding was found in the cache and no encoder was asked
     """
 
     image_key: str = Field(pattern=r"^[0-9a-f]{64}$")
-    num_tokens: int = Field(gt=0)
-    width: int = Field(gt=0)
-    height: int = Field(gt=0)
     encoder_url: str | None = None
+
+    @classmethod
+    def of(cls, metadata: ImageMetadata, *, image_key: str, encoder_url: str | None = None) -> Self:
+        return cls(image_key=image_key, encoder_url=encoder_url, **metadata.model_dump())
 
 
 class Admitted(WireModel):
@@ -75,6 +114,23 @@ class EncodeFailedEvent(WireModel):
 
 
 EncodeEvent = Annotated[Admitted | Encoded | EncodeFailedEvent, Field(discriminator="event")]
+
+
+class ImageSize(WireModel):
+    """Of an upright picture, in pixels."""
+
+    width: int = Field(gt=0, lt=2**31, strict=True)
+    height: int = Field(gt=0, lt=2**31, strict=True)
+
+
+class DescribeRequest(WireModel):
+    images: list[ImageSize]
+
+
+class DescribeResponse(WireModel):
+    """How pictures of these sizes would stand in a prompt, in the order of the request."""
+
+    images: list[ImageMetadata]
 
 
 class EncoderInfo(WireModel):
@@ -208,7 +264,10 @@ class TokenizeResponse(WireModel):
 
 
 class ModelInfo(WireModel):
-    """What `/v1/model` of a text engine publishes."""
+    """What `/v1/model` of a text engine publishes.
+
+    tool_format   how the model writes a call of a tool
+    """
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -219,4 +278,5 @@ class ModelInfo(WireModel):
     num_kv_blocks: int
     block_size: int
     supports_images: bool
+    tool_format: ToolFormat = "hermes"
     created: int

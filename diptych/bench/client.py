@@ -13,6 +13,7 @@ import orjson
 
 from diptych.bench.errors import BenchError
 from diptych.bench.workloads import Request
+from shared.lines import async_lines_of
 
 MAX_ERROR_CHARS = 300
 
@@ -164,11 +165,11 @@ async def _read_answer(response: httpx.Response, reply: Reply, sent_at: float, t
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The JSON of each `data:` line up to `[DONE]`; comments and other fields of the event stream are skipped."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
+    async for line in async_lines_of(response.aiter_bytes()):
+        if not line.startswith(b"data:"):
             continue
-        data = line[len("data:") :].strip()
-        if data == "[DONE]":
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
             return
         event = orjson.loads(data)
         if event.get("error"):

