@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import torch
 
 from diptych.models import resolve
 from diptych.vision import LocalEncoder
@@ -21,6 +20,7 @@ from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.engine import EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from services.text_engine.prompt import Prompt
+from services.vision_encoder.families.interface import PreparedImage
 from shared.errors import DiptychError, InvalidRequest
 from shared.log import get_logger
 from shared.sampling import SamplingParams
@@ -81,6 +81,7 @@ class LLM:
             structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
         folder = resolve(str(model), say=log.info).folder
         self._wanted: list[ImageRef] = []
+        settings.setdefault("max_prefill_tokens_while_decoding", sys.maxsize)  # nobody reads along while it writes
         loaded = load_settings(TextEngineSettings, model=folder, **settings)
         self._built = build_engine(loaded, self._wanted.append)
         self._window = 2 * loaded.max_num_seqs
@@ -185,18 +186,18 @@ class LLM:
     def _deliver_images(self, outputs: dict[str, Output]) -> int:
         """Encode what the engine has asked for; a picture that cannot be decoded fails the prompts that show it."""
         num_failed = 0
-        ready: list[tuple[ImageRef, torch.Tensor]] = []
+        ready: list[tuple[ImageRef, PreparedImage]] = []
         wanted, self._wanted[:] = list(self._wanted), []
         for ref in wanted:
             assert self._encoder is not None
             try:
-                ready.append((ref, self._encoder.pixels(self._images[ref.image_key])))
+                ready.append((ref, self._encoder.prepare(self._images[ref.image_key])))
             except DiptychError as error:
                 for event in self._built.engine.image_failed(ref, error):
                     outputs[event.request_id].error = error
                     num_failed += 1
         if ready and self._encoder is not None:
-            embeddings = self._encoder.encode([pixels for _, pixels in ready])
+            embeddings = self._encoder.encode([image for _, image in ready])
             for (ref, _), rows in zip(ready, embeddings, strict=True):
                 self._built.engine.put_image(ref.image_key, rows)
         return num_failed

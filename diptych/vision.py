@@ -9,7 +9,8 @@ import torch
 
 from services.vision_encoder.admission import ImageLimits
 from services.vision_encoder.config import VisionEncoderSettings
-from services.vision_encoder.families import load_family
+from services.vision_encoder.families.interface import PreparedImage
+from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.image import decode
 from services.vision_encoder.image_header import read_header
 from shared.device import choose_device, choose_dtype
@@ -39,22 +40,23 @@ class LocalEncoder:
     def reference(self, image: bytes) -> ImageRef:
         """From the header alone. Raises InvalidImage for what is no image or too large."""
         header = self._limits.admit(image, self._family.preprocessing)
-        width, height = header.upright_size
-        return ImageRef(
-            image_key=image_key(image, self._fingerprint),
-            num_tokens=self._family.num_tokens(width, height),
-            width=width,
-            height=height,
-        )
+        metadata = self._family.describe(*header.upright_size)
+        return ImageRef.of(metadata, image_key=image_key(image, self._fingerprint))
 
-    def pixels(self, image: bytes) -> torch.Tensor:
+    def prepare(self, image: bytes) -> PreparedImage:
         """The tower's 8-bit input. Raises InvalidImage if the bytes do not decode whole."""
         picture = decode(image, read_header(image), self._settings.background_colour)
-        return torch.from_numpy(self._family.preprocessing.apply(picture))
+        return PreparedImage(torch.from_numpy(self._family.preprocessing.apply(picture)), *picture.size)
 
-    def encode(self, pixels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def encode(self, images: Sequence[PreparedImage]) -> list[torch.Tensor]:
         """One [num_tokens, hidden_size] tensor per image, in order."""
-        embeddings: list[torch.Tensor] = []
-        for start in range(0, len(pixels), MAX_BATCH_SIZE):
-            embeddings += self._family.encode(pixels[start : start + MAX_BATCH_SIZE])
-        return embeddings
+        indices_of_shape: dict[torch.Size, list[int]] = {}
+        for index, image in enumerate(images):
+            indices_of_shape.setdefault(image.pixels.shape, []).append(index)
+        embeddings: dict[int, torch.Tensor] = {}
+        for indices in indices_of_shape.values():
+            for start in range(0, len(indices), MAX_BATCH_SIZE):
+                batch = indices[start : start + MAX_BATCH_SIZE]
+                rows = self._family.encode([images[index] for index in batch])
+                embeddings.update(zip(batch, rows, strict=True))
+        return [embeddings[index] for index in range(len(images))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,7 +17,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.llava_checkpoints import LLAVA_FAMILY_RECIPES
 from tests.tiny_tokenizer import IMAGE_TOKEN, build_tokenizer
+from tests.vision_checkpoints import GEMMA_TEXT, VISION_RECIPES, respell_gemma3_text
 
 Layout = Literal["published", "transformers", "nested"]
 
@@ -112,6 +115,7 @@ TEXT_RECIPES: Final[dict[str, Recipe]] = {
             "layer_types": ["full_attention"] * TINY_TEXT["num_hidden_layers"],
         },
     ),
+    "gemma3_text": Recipe("Gemma3ForCausalLM", GEMMA_TEXT | {"tie_word_embeddings": False}),
     "mistral": Recipe("MistralForCausalLM", {"sliding_window": 32}),
     "mistral_one_layer": Recipe("MistralForCausalLM", {"sliding_window": 32, "num_hidden_layers": 1}),
     "mistral_window_null": Recipe("MistralForCausalLM", {"sliding_window": None}),
@@ -146,18 +150,21 @@ LLAVA_RECIPES: Final[dict[str, Recipe]] = {
 }
 
 RECIPES: Final[dict[str, Recipe]] = TEXT_RECIPES | LLAVA_RECIPES
+FAMILY_RECIPES: Final = LLAVA_FAMILY_RECIPES | VISION_RECIPES
 
 
 def write_checkpoint(
     name: str, folder: Path, *, layout: Layout = "published", max_shard_size: str | None = None
 ) -> Path:
-    """Write the checkpoint `name` of RECIPES into `folder` and return the folder.
+    """Write the checkpoint `name` of RECIPES or FAMILY_RECIPES into `folder` and return the folder.
 
     layout          "published": tensor names, config spellings and processor files as most checkpoints on the hub
                     have them; "transformers": as the installed transformers writes them; "nested": the same files,
                     tensor names as transformers 4.52 to 4.57 wrote them (`model.language_model.*`)
     max_shard_size  for example "100KB" for several files with an index; None: one file
     """
+    if name in FAMILY_RECIPES:
+        return _write_vision_checkpoint(name, folder, layout)
     recipe = RECIPES[name]
     tokenizer = build_tokenizer(with_image_token=recipe.vision_model is not None)
     model = _build_model(recipe, vocab_size=len(tokenizer) + recipe.spare_rows)
@@ -171,6 +178,25 @@ def write_checkpoint(
     if layout == "published":
         _respell_config(folder, recipe, model.config)
         _respell_processor(folder, is_llava=recipe.vision_model is not None)
+    return folder
+
+
+def _write_vision_checkpoint(name: str, folder: Path, layout: Layout) -> Path:
+    recipe = FAMILY_RECIPES[name]
+    model, processor = recipe.build(TINY_TEXT)
+    _randomise(model.eval())
+    model.generation_config = transformers.GenerationConfig(bos_token_id=0, pad_token_id=0, eos_token_id=2)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    if layout == "published":
+        _rename_tensors(folder, recipe.published)
+        config = _read(folder / "config.json")
+        recipe.respell(config)
+        _write(folder / "config.json", config)
+        if recipe.respell_processor is not None:
+            _respell_processor(folder, is_llava=True, respell=recipe.respell_processor)
+    elif layout == "nested":
+        _rename_tensors(folder, recipe.nested)
     return folder
 
 
@@ -249,6 +275,7 @@ def _rename_tensors(folder: Path, patterns: tuple[tuple[str, str], ...]) -> None
     for file in folder.glob("*.safetensors"):
         renamed = {}
         for name, tensor in load_file(file).items():
+            new_names[name] = name
             for pattern, replacement in patterns:
                 new_names[name] = re.sub(pattern, replacement, name)
                 if new_names[name] != name:
@@ -282,6 +309,9 @@ def _respell_config(folder: Path, recipe: Recipe, config: Any) -> None:
 def _respell_text_config(raw: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     text = raw | {key: value for key, value in recipe.text.items() if key.endswith("sliding_window")}
     text.pop("dtype", None)
+    if "sliding_attention" in text["rope_parameters"]:
+        respell_gemma3_text(text)
+        return text
     if "layer_types" not in recipe.text:
         text.pop("layer_types", None)
     if text.get("head_dim") == text["hidden_size"] // text["num_attention_heads"]:
@@ -294,7 +324,9 @@ def _respell_text_config(raw: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return text
 
 
-def _respell_processor(folder: Path, *, is_llava: bool) -> None:
+def _respell_processor(
+    folder: Path, *, is_llava: bool, respell: Callable[[dict[str, Any]], None] | None = None
+) -> None:
     """Move the chat template and the image processor into the files that transformers 4 kept them in."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -303,7 +335,9 @@ def _respell_processor(folder: Path, *, is_llava: bool) -> None:
     template_file.unlink()
     if is_llava:
         processor = _read(folder / "processor_config.json")
-        image_processor = processor.pop("image_processor") | {"processor_class": "LlavaProcessor"}
+        image_processor = processor.pop("image_processor") | {"processor_class": processor["processor_class"]}
+        if respell is not None:
+            respell(image_processor)
         _write(folder / "preprocessor_config.json", image_processor)
         _write(folder / "processor_config.json", processor)
         _write(folder / "chat_template.json", {"chat_template": template})

@@ -16,6 +16,7 @@ from shared.errors import (
     error_from_body,
 )
 from shared.log import get_logger
+from shared.row_codec import dequantize_rows
 from shared.tensor_blob import BlobError
 from shared.torch_io import blob_to_tensor
 from shared.wire import DEADLINE_HEADER, ImageRef
@@ -70,6 +71,8 @@ class EmbeddingFetcher:
 
     def _checked(self, blob: bytes, ref: ImageRef) -> torch.Tensor:
         tensor = blob_to_tensor(blob)
+        if tensor.dtype == torch.int8:
+            tensor = dequantize_rows(tensor)
         if tuple(tensor.shape) != (ref.num_tokens, self._hidden_size):
             raise EncodeFailed(
                 f"the embedding has shape {tuple(tensor.shape)}; {ref.num_tokens} rows of {self._hidden_size} were "

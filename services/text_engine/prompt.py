@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from services.text_engine.chat_template import ChatTemplate
+from services.text_engine.chat_template import ChatTemplate, text_part
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.tokenizer import Tokenizer
-from shared.errors import InvalidRequest, UnsupportedFeature
-from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart
+from services.text_engine.tool_prompt import parsed_calls, spell_tools
+from shared.errors import InvalidRequest, UnsupportedFeature, UpstreamFailed
+from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids in which every image takes `num_tokens` placeholder positions, and where those are."""
+    """Token ids in which every row of every image has its placeholder position, and where those are."""
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...]
@@ -35,15 +37,30 @@ class PromptBuilder:
     """Renders, tokenizes and expands prompts for one model.
 
     image_token_id   the placeholder's id; None for a text-only model
+    image_mark_id    what the template writes for an image; None: the placeholder
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, image_token_id: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        image_token_id: int | None,
+        image_mark_id: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._image_token_id = image_token_id
         self._image_token = None if image_token_id is None else tokenizer.token_string(image_token_id)
         if image_token_id is not None and self._image_token is None:
             raise ValueError(f"the tokenizer has no token for the image placeholder id {image_token_id}")
+        self._image_mark = self._image_token if image_mark_id is None else tokenizer.token_string(image_mark_id)
+        if image_mark_id is not None and self._image_mark is None:
+            raise ValueError(f"the tokenizer has no token for the image mark id {image_mark_id}")
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools, as far as its template tells."""
+        return "hermes" if self._template is None else self._template.tool_format
 
     def from_prompt(self, prompt: str | list[int], vocab_size: int) -> Prompt:
         """A plain completion prompt; special tokens' spellings count, as they do for other servers."""
@@ -70,9 +87,11 @@ class PromptBuilder:
         refs = tuple(p.image for m in messages for p in m.content if isinstance(p, ImagePart))
         if refs and self._image_token is None:
             raise UnsupportedFeature("this model takes text only; remove the image parts", param="messages")
+        if not self._template.takes_tools:
+            messages, tools = spell_tools(messages, tools), None
         guard = _SpecialTextGuard(self._tokenizer.special_strings)
-        rendered = self._template.render([self._for_template(m, guard) for m in messages], tools)
-        return self._expand(self._tokenize(rendered, guard), refs)
+        rendered = self._template.render([self._for_template(m, guard) for m in messages], guard.protect_all(tools))
+        return self._expand(self._tokenize(self._lay_out(rendered, refs), guard), refs)
 
     def _for_template(self, message: ChatMessage, guard: _SpecialTextGuard) -> dict[str, Any]:
         """One message in the shape this template takes; text-only content is one string wherever it can be."""
@@ -80,19 +99,14 @@ class PromptBuilder:
         result: dict[str, Any] = {"role": message.role}
         has_images = any(isinstance(part, ImagePart) for part in message.content)
         if self._template.takes_parts and (has_images or not self._template.takes_string):
-            result["content"] = [
-                {"type": "text", "text": guard.protect(part.text)} if isinstance(part, TextPart) else {"type": "image"}
-                for part in message.content
-            ]
+            result["content"] = _parts_for_template(message, guard)
         else:
             result["content"] = "\n".join(
-                guard.protect(part.text) if isinstance(part, TextPart) else str(self._image_token)
+                guard.protect(part.text) if isinstance(part, TextPart) else str(self._image_mark)
                 for part in message.content
             )
-        for name in ("name", "tool_calls", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                result[name] = value
-        return result
+        fields = {"name": message.name, "tool_calls": parsed_calls(message), "tool_call_id": message.tool_call_id}
+        return result | {name: guard.protect_all(value) for name, value in fields.items() if value}
 
     def _tokenize(self, rendered: str, guard: _SpecialTextGuard) -> list[int]:
         bos = self._tokenizer.bos_token
@@ -106,24 +120,64 @@ class PromptBuilder:
                 token_ids += self._tokenizer.encode(text, add_special_tokens=add_special and i == 0)
         return token_ids
 
-    def _expand(self, token_ids: list[int], refs: tuple[ImageRef, ...]) -> Prompt:
-        """Replace the i-th image mark by as many placeholders as the i-th image has rows."""
-        marks = [i for i, token_id in enumerate(token_ids) if token_id == self._image_token_id]
-        if len(marks) != len(refs):
+    def _lay_out(self, rendered: str, refs: tuple[ImageRef, ...]) -> str:
+        """Replace the i-th image mark by the i-th image's layout, one placeholder for each run of rows.
+
+        In the text and not in its tokens, as the reference processors do: a layout's own text may merge with its
+        neighbours.
+        """
+        if self._image_token is None or self._image_mark is None:
+            return rendered
+        first, *others = rendered.split(self._image_mark)
+        if len(others) != len(refs):
             raise InvalidRequest(
-                f"the chat template shows {len(marks)} of the {len(refs)} images; it may not allow images in this role "
-                "or place",
+                f"the chat template shows {len(others)} of the {len(refs)} images; it may not allow images in this "
+                "role or place",
                 param="messages",
             )
+        pieces = [first]
+        for ref, text in zip(refs, others, strict=True):
+            pieces += (piece if isinstance(piece, str) else self._image_token for piece in ref.pieces)
+            pieces.append(text)
+        return "".join(pieces)
+
+    def _expand(self, token_ids: list[int], refs: tuple[ImageRef, ...]) -> Prompt:
+        """Replace each placeholder by as many as its run has rows."""
+        runs = [run for ref in refs for run in _runs(ref)]
+        marks = [i for i, token_id in enumerate(token_ids) if token_id == self._image_token_id]
+        if len(marks) != len(runs):
+            raise UpstreamFailed(f"{len(marks)} places for image rows where the encoders' layouts have {len(runs)}")
         expanded: list[int] = []
         spans = []
         previous = 0
-        for mark, ref in zip(marks, refs, strict=True):
+        for mark, run in zip(marks, runs, strict=True):
             expanded += token_ids[previous:mark]
-            spans.append(ImageSpan(ref.image_key, len(expanded), ref.num_tokens))
-            expanded += [token_ids[mark]] * ref.num_tokens
+            spans.append(replace(run, start=len(expanded)))
+            expanded += [token_ids[mark]] * run.num_tokens
             previous = mark + 1
         return Prompt(expanded + token_ids[previous:], tuple(spans), refs)
+
+
+def _parts_for_template(message: ChatMessage, guard: _SpecialTextGuard) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    before = ""
+    for part in message.content:
+        if isinstance(part, TextPart):
+            parts.append(text_part(guard.protect(part.text, before)))
+            before += part.text.strip()  # as some templates do
+        else:
+            parts.append({"type": "image"})
+            before = ""
+    return parts
+
+
+def _runs(ref: ImageRef) -> Iterator[ImageSpan]:
+    """The image's runs of rows, in order; where they start is not known yet."""
+    first_row = 0
+    for piece in ref.pieces:
+        if isinstance(piece, int):
+            yield ImageSpan(ref.image_key, 0, piece, first_row, ref.grid, ref.attention)
+            first_row += piece
 
 
 class _SpecialTextGuard:
@@ -133,15 +187,35 @@ class _SpecialTextGuard:
     """
 
     def __init__(self, special_strings: tuple[str, ...]) -> None:
+        self._special_strings = special_strings
         self._pattern = re.compile("|".join(map(re.escape, special_strings))) if special_strings else None
         self._nonce = secrets.token_hex(8)
         self._literals: list[str] = []
 
-    def protect(self, text: str) -> str:
-        return self._pattern.sub(self._mark, text) if self._pattern else text
+    def protect(self, text: str, before: str = "") -> str:
+        """before   the user's text that the template may put right in front: neither may end what the other begins"""
+        protected = self._pattern.sub(lambda match: self._mark(match.group()), text) if self._pattern else text
+        return self._mark("") + protected if self._spells_across(before, text.lstrip()) else protected
 
-    def _mark(self, match: re.Match[str]) -> str:
-        self._literals.append(match.group())
+    def _spells_across(self, before: str, text: str) -> bool:
+        return any(
+            before.endswith(special[:length]) and text.startswith(special[length:])
+            for special in self._special_strings
+            for length in range(1, len(special))
+        )
+
+    def protect_all(self, value: Any) -> Any:
+        """Every text in a JSON value."""
+        if isinstance(value, str):
+            return self.protect(value)
+        if isinstance(value, list):
+            return [self.protect_all(item) for item in value]
+        if isinstance(value, dict):
+            return {self.protect(name): self.protect_all(item) for name, item in value.items()}
+        return value
+
+    def _mark(self, literal: str) -> str:
+        self._literals.append(literal)
         return f"\ue000{self._nonce}.{len(self._literals) - 1}\ue001"
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.vision_encoder.image_header import ImageHeader, read_header
-from services.vision_encoder.preprocess import Preprocessing
+from services.vision_encoder.preprocessing.interface import Preprocessing
 from shared.errors import ImageTooLarge, Overloaded, PayloadTooLarge
 
 
@@ -24,7 +24,11 @@ class ImageLimits:
     def admit(self, data: bytes, preprocessing: Preprocessing) -> ImageHeader:
         """The image's header. Raises an InvalidImage that names limit and size; nothing has been decoded."""
         header = read_header(data)
-        width, height = header.width, header.height
+        self.check_shape(header.width, header.height, preprocessing)
+        return header
+
+    def check_shape(self, width: int, height: int, preprocessing: Preprocessing) -> None:
+        """Raises ImageTooLarge, naming limit and size."""
         num_pixels = width * height
         if num_pixels > self.max_pixels:
             raise ImageTooLarge(
@@ -38,10 +42,9 @@ class ImageLimits:
         num_working = preprocessing.num_working_pixels(width, height)
         if num_working > self.max_pixels:
             raise ImageTooLarge(
-                f"the image has {width} x {height} pixels, {num_working} when padded to a square; "
+                f"the image has {width} x {height} pixels, {num_working} when padded; "
                 f"this server takes at most {self.max_pixels}"
             )
-        return header
 
 
 class Queue:

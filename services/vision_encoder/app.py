@@ -17,13 +17,26 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services.vision_encoder.config import VisionEncoderSettings
+from services.vision_encoder.encoder import Encoder
 from services.vision_encoder.service import VisionEncoderService
-from shared.errors import DiptychError, InvalidRequest, NotReady, PayloadTooLarge, RequestAborted
+from shared.errors import DiptychError, ImageTooLarge, InvalidRequest, NotReady, PayloadTooLarge, RequestAborted
 from shared.http_errors import error_response, install_error_handlers
 from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
+from shared.request_id import RequestIds
 from shared.server import serve
-from shared.wire import DEADLINE_HEADER, IMAGE_KEY_HEADER, NDJSON, REQUEST_ID_HEADER, EncodeEvent, EncoderInfo
+from shared.wire import (
+    DEADLINE_HEADER,
+    IMAGE_KEY_HEADER,
+    NDJSON,
+    REQUEST_ID_HEADER,
+    DescribeRequest,
+    DescribeResponse,
+    EncodeEvent,
+    EncoderInfo,
+    ImageMetadata,
+    ImageSize,
+)
 
 log = get_logger(__name__)
 
@@ -44,6 +57,7 @@ def create_app(settings: VisionEncoderSettings) -> FastAPI:
         await service.close()
 
     app = FastAPI(title="Diptych vision encoder", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(RequestIds)
     install_error_handlers(app)
     _add_routes(app)
     return app
@@ -127,6 +141,11 @@ def _add_routes(app: FastAPI) -> None:
         headers = {name: value for name in (REQUEST_ID_HEADER,) if (value := request.headers.get(name))}
         return StreamingResponse(_lines(events), media_type=NDJSON, headers=headers)
 
+    @app.post("/v1/describe")
+    async def describe(request: DescribeRequest, service: Service) -> DescribeResponse:
+        described = [_described(service.encoder, size, index) for index, size in enumerate(request.images)]
+        return DescribeResponse(images=described)
+
     @app.get("/v1/embeddings/{key}")
     async def embedding(key: str, service: Service, deadline_s: Deadline) -> Response:
         blob = await service.encoder.embedding(_checked_key(key, "key"), deadline_s)
@@ -152,6 +171,13 @@ def _add_routes(app: FastAPI) -> None:
     @app.get("/metrics")
     async def metrics(service: Service) -> Response:
         return metrics_response(service.metrics.registry)
+
+
+def _described(encoder: Encoder, size: ImageSize, index: int) -> ImageMetadata:
+    try:
+        return encoder.describe(size.width, size.height)
+    except ImageTooLarge as error:
+        raise ImageTooLarge(error.message, param=f"images[{index}]") from error
 
 
 async def _lines(events: AsyncIterator[EncodeEvent]) -> AsyncIterator[str]:

@@ -14,6 +14,7 @@ from shared.resources import available_cores
 from shared.settings import RedisUrl
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+Storage = Literal["exact", "int8"]
 MiB = 1 << 20
 
 
@@ -24,12 +25,15 @@ class VisionEncoderSettings(BaseSettings):
 
     model: Path = Field(description="checkpoint folder in Hugging Face format")
     served_model_name: str | None = Field(None, description="model id in /v1/info; default: the folder's name")
-    host: str = "127.0.0.1"
-    port: int = Field(8001, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
+    port: int = Field(8001, ge=0, le=65535, description="port to listen on")
     public_url: str | None = Field(None, description="base URL under which others reach this very replica")
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: DtypeName = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
+    dtype: DtypeName = Field(
+        "auto",
+        description="of weights and arithmetic; auto: bfloat16 where the device has it",
+    )
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the tower; default: $OMP_NUM_THREADS or all"
     )
@@ -53,10 +57,13 @@ class VisionEncoderSettings(BaseSettings):
 
     redis_url: RedisUrl = None
     redis_timeout_s: float = Field(0.3, gt=0, description="the most that one cache operation may add to a request")
+    embedding_storage: Storage = Field(
+        "exact", description="int8: embeddings take half of bfloat16's bytes, off by at most 1/254 of a row's largest"
+    )
     embedding_ttl_s: float = Field(86_400.0, ge=1, description="life of a cached embedding since its last use")
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: LogFormat = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, and above")
+    log_format: LogFormat = Field("auto", description="auto: readable lines on a terminal, JSON lines elsewhere")
 
     @field_validator("public_url")
     @classmethod

@@ -20,7 +20,8 @@ from PIL import Image
 
 from services.vision_encoder.image import Colour, decode
 from services.vision_encoder.image_header import ImageHeader
-from services.vision_encoder.preprocess import Preprocessing
+from services.vision_encoder.preprocessing.interface import Preprocessing
+from services.vision_encoder.preprocessing.registry import from_json, to_json
 from shared.errors import InvalidImage
 
 FRAME: Final = struct.Struct("<IQ")  # bytes of JSON head, bytes of payload
@@ -35,7 +36,7 @@ class WorkerConfig:
     def to_json(self) -> str:
         return json.dumps(
             {
-                "preprocessing": self.preprocessing.to_json(),
+                "preprocessing": to_json(self.preprocessing),
                 "background": self.background,
                 "max_pixels": self.max_pixels,
             }
@@ -45,7 +46,7 @@ class WorkerConfig:
     def from_json(cls, text: str) -> WorkerConfig:
         fields = json.loads(text)
         red, green, blue = fields["background"]
-        return cls(Preprocessing.from_json(fields["preprocessing"]), (red, green, blue), fields["max_pixels"])
+        return cls(from_json(fields["preprocessing"]), (red, green, blue), fields["max_pixels"])
 
 
 def pack_request(header: ImageHeader, data: bytes) -> tuple[bytes, bytes]:

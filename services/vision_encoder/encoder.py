@@ -14,27 +14,28 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.vision_encoder.admission import ImageLimits, Queue
 from services.vision_encoder.batcher import Batcher
+from services.vision_encoder.config import Storage
 from services.vision_encoder.decode_pool import DecodePool
-from services.vision_encoder.families import Family
+from services.vision_encoder.families.interface import Family, PreparedImage
 from services.vision_encoder.flight import Flight
 from services.vision_encoder.image_header import ImageHeader
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
 from shared import tensor_blob
-from shared.embedding_cache import EmbeddingCache, ImageMetadata
+from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError, EmbeddingNotFound, EncodeFailed, NotReady
 from shared.hashing import image_key
 from shared.http_errors import wire_error
 from shared.log import get_logger
+from shared.row_codec import SCALE_BYTES, quantize_rows
 from shared.torch_io import tensor_to_blob
-from shared.wire import Admitted, Encoded, EncodeEvent, EncodeFailedEvent, ImageRef
+from shared.wire import Admitted, Encoded, EncodeEvent, EncodeFailedEvent, ImageMetadata, ImageRef
 
 log = get_logger(__name__)
 
@@ -43,34 +44,28 @@ HASH_INLINE_BYTES = 1 << 20  # hashing more than this would hold up the event lo
 MAX_PEER_WAIT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class TowerInput:
-    """pixels: 8-bit [num_tiles, 3, height, width]; num_tokens: rows that were announced for them"""
-
-    pixels: Tensor
-    num_tokens: int
-
-
 class Tower:
     """The model as a function of a batch; runs in the tower's thread."""
 
-    def __init__(self, family: Family, metrics: EncoderMetrics) -> None:
+    def __init__(self, family: Family, metrics: EncoderMetrics, storage: Storage = "exact") -> None:
         self._family = family
         self._metrics = metrics
+        self._storage = storage
 
-    def __call__(self, batch: Sequence[TowerInput]) -> list[bytes | EncodeFailed]:
+    def __call__(self, batch: Sequence[PreparedImage]) -> list[bytes | EncodeFailed]:
         """One blob per image; an image whose output is wrong gets its error, its neighbours do not."""
         self._metrics.tower_passes.inc()
         self._metrics.batch_size.observe(len(batch))
-        outputs = self._family.encode([item.pixels for item in batch])
-        return [self._checked(rows, item.num_tokens) for rows, item in zip(outputs, batch, strict=True)]
+        outputs = self._family.encode(batch)
+        return [self._checked(rows, image) for rows, image in zip(outputs, batch, strict=True)]
 
-    def _checked(self, rows: Tensor, num_tokens: int) -> bytes | EncodeFailed:
+    def _checked(self, rows: Tensor, image: PreparedImage) -> bytes | EncodeFailed:
+        num_tokens = self._family.describe(image.width, image.height).num_tokens  # what was announced
         if tuple(rows.shape) != (num_tokens, self._family.hidden_size):
             return EncodeFailed(f"the tower gave {tuple(rows.shape)} for an image of {num_tokens} tokens")
         if not bool(torch.isfinite(rows).all()):
             return EncodeFailed("the tower gave values that are not finite for this image")
-        return tensor_to_blob(rows)
+        return tensor_to_blob(quantize_rows(rows) if self._storage == "int8" else rows)
 
 
 class Encoder:
@@ -81,10 +76,11 @@ class Encoder:
         *,
         family: Family,
         fingerprint: str,
+        storage: Storage,
         limits: ImageLimits,
         queue: Queue,
         pool: DecodePool,
-        batcher: Batcher[TowerInput, bytes | EncodeFailed],
+        batcher: Batcher[PreparedImage, bytes | EncodeFailed],
         cache: EmbeddingCache,
         recent: RecentEmbeddings,
         metrics: EncoderMetrics,
@@ -93,6 +89,7 @@ class Encoder:
     ) -> None:
         self.fingerprint = fingerprint
         self.limits = limits
+        self._stored_width = family.hidden_size + (SCALE_BYTES if storage == "int8" else 0)
         self._family = family
         self._queue = queue
         self._pool = pool
@@ -113,6 +110,11 @@ class Encoder:
         """Call off what still runs; its callers get errors."""
         await asyncio.gather(*(flight.called_off() for flight in list(self._flights.values())))
 
+    def describe(self, width: int, height: int) -> ImageMetadata:
+        """How a picture of this size would stand in a prompt. Raises ImageTooLarge where it would be refused."""
+        self.limits.check_shape(width, height, self._family.preprocessing)
+        return self._family.describe(width, height)
+
     # --- POST /v1/encode --------------------------------------------------------------------------------------------
 
     def receiving(self, size_bytes: int, claimed_key: str | None) -> AbstractContextManager[None]:
@@ -131,8 +133,7 @@ class Encoder:
             self._metrics.images.labels("joined").inc()
             return self._follow(key, flight, deadline_s)
         header = self.limits.admit(data, self._family.preprocessing)
-        width, height = header.upright_size
-        metadata = ImageMetadata(self._family.num_tokens(width, height), width, height)
+        metadata = self._family.describe(*header.upright_size)
         if blob is not None:
             self._metrics.images.labels("recent").inc()
             return self._already_done(key, metadata, blob)
@@ -182,15 +183,7 @@ class Encoder:
         yield Encoded(stored=await self._cache.put(key, metadata, blob))
 
     def _admitted(self, key: str, metadata: ImageMetadata) -> Admitted:
-        return Admitted(
-            image=ImageRef(
-                image_key=key,
-                num_tokens=metadata.num_tokens,
-                width=metadata.width,
-                height=metadata.height,
-                encoder_url=self._public_url,
-            )
-        )
+        return Admitted(image=ImageRef.of(metadata, image_key=key, encoder_url=self._public_url))
 
     # --- GET /v1/embeddings/{key} -----------------------------------------------------------------------------------
 
@@ -239,15 +232,15 @@ class Encoder:
         blob = await self._cache.get_or_claim(key, self._replica_name, max_wait_s=MAX_PEER_WAIT_S)
         if blob is None:
             return None
-        shape = (metadata.num_tokens, self._family.hidden_size)
+        shape = (metadata.num_tokens, self._stored_width)
         return blob if tensor_blob.unpack(blob).shape == shape else None
 
     async def _compute(
         self, data: bytes, header: ImageHeader, metadata: ImageMetadata
     ) -> tuple[bytes, dict[str, float]]:
         decoded = await self._pool.decode(data, header)
-        pixels = torch.from_numpy(decoded.pixels)
-        batched = await self._batcher.submit(TowerInput(pixels, metadata.num_tokens), tuple(pixels.shape))
+        image = PreparedImage(torch.from_numpy(decoded.pixels), metadata.width, metadata.height)
+        batched = await self._batcher.submit(image, decoded.pixels.shape)
         if isinstance(batched.value, EncodeFailed):
             raise batched.value
         self._queue.observe(batched.run_s / batched.batch_size)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared.embedding_cache import ImageMetadata
 from shared.errors import NotReady, UpstreamTimeout
-from shared.wire import Encoded
+from shared.wire import Encoded, ImageMetadata
 
 
 class Flight:

@@ -53,7 +53,7 @@ class EncoderMetrics:
                 "embedding_cache_misses_total": ("Look-ups that did not", lambda: stats.misses),
                 "embedding_cache_stores_total": ("Embeddings stored", lambda: stats.stores),
                 "embedding_cache_corrupt_total": ("Entries found damaged", lambda: stats.corrupt),
-                "embedding_cache_errors_total": ("Operations that failed", lambda: stats.errors),
+                "embedding_cache_errors_total": ("Operations that failed", lambda: cache.num_errors),
                 "embedding_cache_breaker_open": ("1 while Redis is not asked", lambda: float(cache.breaker_open)),
             },
         )

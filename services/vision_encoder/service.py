@@ -11,20 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import torch
+from PIL import Image
 
 from services.vision_encoder.admission import ImageLimits, Queue
 from services.vision_encoder.batcher import Batcher
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.decode_pool import DecodePool
 from services.vision_encoder.decode_worker import WorkerConfig
-from services.vision_encoder.encoder import Encoder, Tower, TowerInput
-from services.vision_encoder.families import Family, load_family
+from services.vision_encoder.encoder import Encoder, Tower
+from services.vision_encoder.families.interface import Family, PreparedImage
+from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.image_header import SUPPORTED_FORMATS
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
 from shared.device import choose_device, choose_dtype
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import EncodeFailed, NotReady
+from shared.hashing import digest
 from shared.log import get_logger
 from shared.torch_io import dtype_name
 from shared.wire import EncoderInfo
@@ -102,10 +105,13 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
     family = await loop.run_in_executor(thread, load_family, settings.model)
     await loop.run_in_executor(thread, family.prepare_weights, device, dtype)
     fingerprint = family.fingerprint(dtype, settings.background_colour)
+    if settings.embedding_storage != "exact":
+        fingerprint = digest(fingerprint.encode(), settings.embedding_storage.encode()).hex()
     max_batch_size = settings.max_batch_size or _good_batch_size(family, device)
     async with AsyncExitStack() as stack:
         pool = await _open_pool(stack, settings, family)
-        batcher = _open_batcher(stack, max_batch_size, family, metrics, thread)
+        tower = Tower(family, metrics, settings.embedding_storage)
+        batcher = _open_batcher(stack, max_batch_size, tower, thread)
         await _warm_up(batcher, family)
         cache = EmbeddingCache(
             settings.redis_url, ttl_s=settings.embedding_ttl_s, op_timeout_s=settings.redis_timeout_s
@@ -121,6 +127,7 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
         encoder = Encoder(
             family=family,
             fingerprint=fingerprint,
+            storage=settings.embedding_storage,
             limits=limits,
             queue=queue,
             pool=pool,
@@ -156,22 +163,19 @@ async def _open_pool(stack: AsyncExitStack, settings: VisionEncoderSettings, fam
 def _open_batcher(
     stack: AsyncExitStack,
     max_batch_size: int,
-    family: Family,
-    metrics: EncoderMetrics,
+    tower: Tower,
     thread: ThreadPoolExecutor,
-) -> Batcher[TowerInput, bytes | EncodeFailed]:
-    batcher: Batcher[TowerInput, bytes | EncodeFailed] = Batcher(
-        Tower(family, metrics), max_batch_size=max_batch_size, thread=thread
-    )
+) -> Batcher[PreparedImage, bytes | EncodeFailed]:
+    batcher: Batcher[PreparedImage, bytes | EncodeFailed] = Batcher(tower, max_batch_size=max_batch_size, thread=thread)
     stack.push_async_callback(batcher.close)
     return batcher
 
 
-async def _warm_up(batcher: Batcher[TowerInput, bytes | EncodeFailed], family: Family) -> None:
+async def _warm_up(batcher: Batcher[PreparedImage, bytes | EncodeFailed], family: Family) -> None:
     """The first pass compiles and lays out; no request should wait for that. It also proves that the model runs."""
     height, width = family.preprocessing.size
-    pixels = torch.full((1, 3, height, width), 127, dtype=torch.uint8)
-    result = await batcher.submit(TowerInput(pixels, family.num_tokens(width, height)), None)
+    pixels = family.preprocessing.apply(Image.new("RGB", (width, height), (127, 127, 127)))
+    result = await batcher.submit(PreparedImage(torch.from_numpy(pixels), width, height), None)
     if isinstance(result.value, EncodeFailed):
         raise result.value
 
@@ -183,7 +187,7 @@ def _good_batch_size(family: Family, device: torch.device) -> int:
     if device.type != "cpu":
         return GPU_BATCH_SIZE
     height, width = family.preprocessing.size
-    return max(1, min(GPU_BATCH_SIZE, CPU_BATCH_ROWS // family.num_tokens(width, height)))
+    return max(1, min(GPU_BATCH_SIZE, CPU_BATCH_ROWS // family.describe(width, height).num_tokens))
 
 
 def _log_start(

@@ -60,6 +60,11 @@ class TowerConfig:
     layer_norm_eps: float
 
     @property
+    def model_type(self) -> str:
+        """As in a checkpoint's `vision_config`."""
+        return "clip_vision_model" if self.is_clip else "siglip_vision_model"
+
+    @property
     def grid_size(self) -> int:
         """Patches per side; pixels that do not fill a patch are left out, as a strided convolution does."""
         return self.image_size // self.patch_size

@@ -24,6 +24,7 @@ TOWER_PREFIXES: Final = (
     "model.vision_tower.vision_model.",
     "model.vision_tower.",
     "vision_tower.",
+    "model.vision_model.",
 )
 PROJECTOR_PREFIXES: Final = ("multi_modal_projector.", "model.multi_modal_projector.")
 
@@ -100,8 +101,11 @@ def load_tower(reader: WeightReader, config: TowerConfig, feature_layers: tuple[
     return tower
 
 
-def load_projector(reader: WeightReader, input_size: int, hidden_act: str) -> Projector:
-    """Its width is that of its weights: published configs often leave the text model's hidden size out."""
+def load_projector(reader: WeightReader, input_size: int, hidden_act: str, *, layer_norm_eps: float) -> Projector:
+    """Its width is that of its weights: published configs often leave the text model's hidden size out.
+
+    layer_norm_eps   of the leading norm, if the checkpoint has one
+    """
     state = {"linear_2.weight": reader.read(PROJECTOR_PREFIXES, "linear_2.weight")}
     output_size = state["linear_2.weight"].shape[0]
     state["linear_1.weight"] = reader.read(PROJECTOR_PREFIXES, "linear_1.weight", (output_size, input_size))
@@ -109,8 +113,19 @@ def load_projector(reader: WeightReader, input_size: int, hidden_act: str) -> Pr
     if has_bias:
         for name in ("linear_1.bias", "linear_2.bias"):
             state[name] = reader.read(PROJECTOR_PREFIXES, name, (output_size,))
+    has_norm = reader.has(PROJECTOR_PREFIXES, "projector_layernorm.weight")
+    if has_norm:
+        for kind in ("weight", "bias"):
+            name = f"projector_layernorm.{kind}"
+            state[f"layer_norm.{kind}"] = reader.read(PROJECTOR_PREFIXES, name, (input_size,))
     with torch.device("meta"):
-        projector = Projector(input_size, output_size, hidden_act, has_bias=has_bias)
+        projector = Projector(
+            input_size,
+            output_size,
+            hidden_act,
+            has_bias=has_bias,
+            layer_norm_eps=layer_norm_eps if has_norm else None,
+        )
     projector.load_state_dict(state, assign=True)
     return projector
 

@@ -43,7 +43,6 @@ START_TIMEOUT_S = 90.0
 MODEL = "tiny"
 KV_CACHE_BYTES = 8 << 20
 IMAGE_ROWS = 16  # of every picture, with the checkpoint "llava_clip_llama"
-PLACEHOLDER = 316
 NUM_TOKENS = 20
 
 Turn = tuple[str, Sequence[str | bytes]]
@@ -431,31 +430,38 @@ def running_system(
 class Oracle:
     """transformers on the same folder, with the folder's own processor."""
 
-    def __init__(self, folder: Path) -> None:
-        self._processor = AutoProcessor.from_pretrained(folder)
+    def __init__(self, folder: Path, processor: Any = None) -> None:
+        self._processor = processor or AutoProcessor.from_pretrained(folder)
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self._tokenizer = Tokenizer.load(folder)
 
     @torch.inference_mode()
     def answer(self, *turns: Turn, max_tokens: int = NUM_TOKENS) -> list[bytes | str]:
         """Greedy tokens as `Answer.tokens` names them; like our engine it never says the placeholder."""
-        inputs = self._processor.apply_chat_template(
-            [{"role": role, "content": _content(parts)} for role, parts in turns],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        inputs = self._inputs(turns)
         output = self._model.generate(
             **inputs,
             do_sample=False,
             max_new_tokens=max_tokens,
             min_new_tokens=max_tokens,
             eos_token_id=None,
-            suppress_tokens=[PLACEHOLDER],
+            suppress_tokens=[self._model.config.image_token_id],
         )
         generated = output[0, inputs["input_ids"].shape[1] :].tolist()
         return [self._tokenizer.token_bytes(t) or str(self._tokenizer.token_string(t)) for t in generated]
+
+    def num_image_tokens(self, *turns: Turn) -> int:
+        """Positions of the prompt that hold rows of an image."""
+        return int((self._inputs(turns)["input_ids"] == self._model.config.image_token_id).sum())
+
+    def _inputs(self, turns: Sequence[Turn]) -> Any:
+        return self._processor.apply_chat_template(
+            [{"role": role, "content": _content(parts)} for role, parts in turns],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
 
 
 def _content(parts: Sequence[str | bytes]) -> Any:

@@ -15,7 +15,15 @@ import torch
 import transformers
 from PIL import Image
 
-from shared.wire import DEADLINE_HEADER, IMAGE_KEY_HEADER, EncoderInfo
+from shared.wire import (
+    DEADLINE_HEADER,
+    IMAGE_KEY_HEADER,
+    Admitted,
+    DescribeResponse,
+    EncoderInfo,
+    ImageMetadata,
+    ImageRef,
+)
 from tests.conftest import CheckpointFactory
 from tests.encoders import NUM_TOKENS, Replica, png, refusal, running, wait_until
 
@@ -43,8 +51,8 @@ async def test_an_image_is_admitted_encoded_and_served_with_the_reference_s_numb
     for size in [(60, 44), (1, 1), (3, 1), (1, 3), (499, 1), (500, 19), (19, 500), (64, 819)]:
         data = png(size=size)
         admitted, encoded = await replica.encode(data, **{IMAGE_KEY_HEADER: replica.key(data)})
-        image = {"image_key": replica.key(data), "num_tokens": NUM_TOKENS, "width": size[0], "height": size[1]}
-        assert admitted == {"event": "admitted", "image": image}
+        image = ImageRef(image_key=replica.key(data), num_tokens=NUM_TOKENS, width=size[0], height=size[1])
+        assert Admitted.model_validate(admitted) == Admitted(image=image)
         assert encoded["stored"] is False
         assert set(encoded["timings"]) == {"queue", "decode", "preprocess", "encode", "store"}
         result = await replica.embedding(data)
@@ -73,6 +81,22 @@ async def test_info_says_what_a_gateway_needs(replica: Replica, folder: Path) ->
     assert info.fingerprint == replica.fingerprint
     assert (info.model, info.dtype, info.hidden_size) == (folder.name, "float32", 64)
     assert info.supported_formats == ["JPEG", "PNG", "WebP", "GIF", "BMP"]
+
+
+async def test_sizes_are_described_as_pictures_of_them_are_announced(replica: Replica) -> None:
+    sizes = [(60, 44), (1, 1), (3, 1), (500, 19)]
+    asked = {"images": [{"width": width, "height": height} for width, height in sizes]}
+    response = await replica.http.post("/v1/describe", json=asked)
+    for size, described in zip(sizes, DescribeResponse.model_validate(response.json()).images, strict=True):
+        admitted, _ = await replica.encode(png(size=size))
+        assert described == ImageMetadata.model_validate(admitted["image"])
+
+
+async def test_a_size_that_no_picture_may_have_is_refused_by_its_number(replica: Replica) -> None:
+    asked = {"images": [{"width": 60, "height": 44}, {"width": 100_000, "height": 100_000}]}
+    response = await replica.http.post("/v1/describe", json=asked)
+    assert refusal(response) == (400, "image_too_large")
+    assert response.json()["error"]["param"] == "images[1]"
 
 
 async def test_metrics_are_exported_under_their_names(replica: Replica) -> None:

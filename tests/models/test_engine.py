@@ -5,6 +5,7 @@ tokens are the same.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_preempted_requests_equal_undisturbed_ones(llama: Path):
 
 
 def bytes_per_block(driver: EngineDriver) -> int:
-    caches = driver.engine.runner._kv_caches
+    caches = driver.engine.runner._forward_pass._kv_caches
     return sum(cache.nbytes for cache in caches) // driver.info.num_kv_blocks
 
 
@@ -383,6 +384,15 @@ def test_a_preempted_image_request_gets_its_rows_again(llava: Path):
     tight.run()
     assert tight.engine.scheduler.num_preemptions > 0
     assert tight.answers["r"].token_ids == expected
+
+
+def test_an_image_that_can_never_be_computed_in_one_step_is_refused_with_both_numbers(llava: Path):
+    driver = EngineDriver(llava, max_num_batched_tokens=48, max_num_seqs=16)
+    prompt = image_prompt(driver, "a")
+    prompt["images"] = [replace(span, attention="bidirectional") for span in prompt["images"]]
+    with pytest.raises(ContextTooLong, match=r"40 tokens .* room for 33"):
+        driver.add("a", **prompt)
+    assert driver.engine.num_requests == 0
 
 
 def test_an_image_that_will_not_come_fails_only_those_who_need_it(llava: Path):

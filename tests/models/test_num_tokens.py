@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from services.vision_encoder.families import load_family
+from services.vision_encoder.families.interface import PreparedImage
+from services.vision_encoder.families.registry import load_family
 from tests.conftest import CheckpointFactory
 
 EXTREMES = [(1, 1), (1, 499), (499, 1), (500, 19), (19, 500), (2000, 3), (8192, 64), (64, 8192)]
@@ -26,12 +27,17 @@ def sizes() -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llava_clip_llama", "llava_clip_full", "llava_clip_several_layers", "llava_siglip_qwen2"]
+    "name",
+    [
+        *("llava_clip_llama", "llava_clip_full", "llava_clip_several_layers", "llava_siglip_qwen2"),
+        *("vip_llava", "llava_next_vicuna", "llava_next_siglip", "llava_onevision", "llava_onevision_max_2"),
+    ],
 )
 def test_announced_rows_equal_encoded_rows_for_every_size(checkpoint: CheckpointFactory, name: str):
     family = load_family(checkpoint(name))
     family.prepare_weights(torch.device("cpu"), torch.float32)
     for width, height in sizes():
         picture = Image.new("RGB", (width, height), (width % 256, height % 256, 90))
-        [rows] = family.encode([torch.from_numpy(family.preprocessing.apply(picture))])
-        assert rows.shape == (family.num_tokens(width, height), family.hidden_size), (width, height)
+        pixels = torch.from_numpy(family.preprocessing.apply(picture))
+        [rows] = family.encode([PreparedImage(pixels, width, height)])
+        assert rows.shape == (family.describe(width, height).num_tokens, family.hidden_size), (width, height)

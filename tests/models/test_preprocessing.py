@@ -13,8 +13,10 @@ import transformers
 from PIL import Image
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
-from services.vision_encoder.families import normalize
-from services.vision_encoder.preprocess import Preprocessing, load_preprocessing
+from services.vision_encoder.families.features import normalize
+from services.vision_encoder.preprocessing.interface import Preprocessing
+from services.vision_encoder.preprocessing.registry import from_json, to_json
+from services.vision_encoder.preprocessing.single_tile import load_single_tile
 from services.vision_encoder.resample import FILTERS, resize_window
 
 CLIP_336 = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
@@ -55,13 +57,13 @@ def assert_equal_to_reference(processor: Any, preprocessing: Preprocessing, size
 def test_clip_pictures_of_every_shape_equal_the_reference(tmp_path: Path) -> None:
     processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
     processor.save_pretrained(tmp_path)
-    assert_equal_to_reference(processor, load_preprocessing(tmp_path, CLIP_336), SIZES)
+    assert_equal_to_reference(processor, load_single_tile(tmp_path, CLIP_336), SIZES)
 
 
 def test_siglip_pictures_of_every_shape_equal_the_reference(tmp_path: Path) -> None:
     processor = transformers.SiglipImageProcessorPil(size={"height": 384, "width": 384})
     processor.save_pretrained(tmp_path)
-    assert_equal_to_reference(processor, load_preprocessing(tmp_path, SIGLIP_384), SIZES)
+    assert_equal_to_reference(processor, load_single_tile(tmp_path, SIGLIP_384), SIZES)
 
 
 @pytest.mark.parametrize("changes", [{"size": {"shortest_edge": 300}}, {"size": {"height": 400, "width": 351}}])
@@ -71,7 +73,7 @@ def test_a_crop_larger_or_smaller_than_the_resized_picture_equals_the_reference(
     """A crop beyond the picture is filled with black, before normalising."""
     processor = transformers.CLIPImageProcessorPil(**{"crop_size": {"height": 337, "width": 335}} | changes)
     processor.save_pretrained(tmp_path)
-    assert_equal_to_reference(processor, load_preprocessing(tmp_path, CLIP_336), SIZES[-12:])
+    assert_equal_to_reference(processor, load_single_tile(tmp_path, CLIP_336), SIZES[-12:])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_unusual_settings_of_a_processor_are_followed(tmp_path: Path, changes: d
         **{"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}} | changes
     )
     processor.save_pretrained(tmp_path)
-    assert_equal_to_reference(processor, load_preprocessing(tmp_path, CLIP_336), SIZES[-10:])
+    assert_equal_to_reference(processor, load_single_tile(tmp_path, CLIP_336), SIZES[-10:])
 
 
 @pytest.mark.parametrize("pads", [True, False])
@@ -98,7 +100,7 @@ def test_padding_to_a_square_happens_only_where_the_checkpoint_says_so(tmp_path:
     square = {"height": 336, "width": 336}
     processor = transformers.LlavaImageProcessorPil(size={"shortest_edge": 336}, crop_size=square, do_pad=pads)
     processor.save_pretrained(tmp_path)
-    preprocessing = load_preprocessing(tmp_path, CLIP_336)
+    preprocessing = load_single_tile(tmp_path, CLIP_336)
     assert_equal_to_reference(processor, preprocessing, [(1000, 100), (101, 103), (335, 336), (64, 640), (50, 50)])
     image = Image.new("RGB", (1000, 100), (0, 0, 0))
     image.paste((255, 0, 0), (0, 0, 100, 100))
@@ -112,7 +114,7 @@ def test_slivers_are_resized_only_inside_their_crop_and_equal_the_reference(tmp_
         for size in [(499, 1), (1, 499), (1201, 3), (5, 1409)]:
             image = picture(*size)
             fields = {"image_processor_type": "CLIPImageProcessor", "resample": resample}
-            preprocessing = load_preprocessing(processor_folder(tmp_path, **fields), CLIP_336)
+            preprocessing = load_single_tile(processor_folder(tmp_path, **fields), CLIP_336)
             width, height = preprocessing.resized_size(*image.size)
             left, top = (width - 336) // 2, (height - 336) // 2
             box = (left, top, left + 336, top + 336)
@@ -123,7 +125,7 @@ def test_slivers_are_resized_only_inside_their_crop_and_equal_the_reference(tmp_
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 1), (1, 3), (499, 1), (1, 499), (3, 3)])
 def test_channel_order_is_stated_and_never_guessed_from_the_shape(tmp_path: Path, size: tuple[int, int]) -> None:
-    preprocessing = load_preprocessing(tmp_path, CLIP_336)
+    preprocessing = load_single_tile(tmp_path, CLIP_336)
     pixels = preprocessing.apply(Image.new("RGB", size, (10, 20, 30)))
     assert pixels.shape == (1, 3, 336, 336)
     assert [int(channel.min()) for channel in pixels[0]] == [10, 20, 30]
@@ -134,7 +136,7 @@ def test_channel_order_is_stated_and_never_guessed_from_the_shape(tmp_path: Path
 
 
 def test_without_processor_files_the_model_config_decides(tmp_path: Path) -> None:
-    clip, siglip = load_preprocessing(tmp_path, CLIP_336), load_preprocessing(tmp_path, SIGLIP_384)
+    clip, siglip = load_single_tile(tmp_path, CLIP_336), load_single_tile(tmp_path, SIGLIP_384)
     assert (clip.shortest_edge, clip.crop_to) == (336, (336, 336))
     assert (siglip.shortest_edge, siglip.resize_to, siglip.crop_to) == (None, (384, 384), None)
     reference = transformers.SiglipImageProcessorPil(size={"height": 384, "width": 384})
@@ -145,17 +147,17 @@ def test_a_nested_processor_config_wins_over_the_older_file(tmp_path: Path) -> N
     processor_folder(tmp_path, image_processor_type="CLIPImageProcessor", crop_size=224, size=224)
     nested = {"image_processor_type": "CLIPImageProcessorFast", "crop_size": 336, "size": {"shortest_edge": 336}}
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
-    assert load_preprocessing(tmp_path, CLIP_336).size == (336, 336)
+    assert load_single_tile(tmp_path, CLIP_336).size == (336, 336)
 
 
 def test_equal_processing_from_different_files_gives_equal_text(tmp_path: Path) -> None:
-    derived = load_preprocessing(tmp_path, CLIP_336)
+    derived = load_single_tile(tmp_path, CLIP_336)
     transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
     ).save_pretrained(tmp_path)
-    loaded = load_preprocessing(tmp_path, CLIP_336)
+    loaded = load_single_tile(tmp_path, CLIP_336)
     assert derived == loaded
-    assert Preprocessing.from_json(loaded.to_json()) == loaded
+    assert from_json(to_json(loaded)) == loaded
 
 
 @pytest.mark.parametrize(
@@ -172,4 +174,4 @@ def test_a_processor_that_is_not_implemented_stops_the_start(
     tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=reason):
-        load_preprocessing(processor_folder(tmp_path, **fields), CLIP_336)
+        load_single_tile(processor_folder(tmp_path, **fields), CLIP_336)

@@ -11,9 +11,10 @@ import pytest
 from services.text_engine.chat_template import VICUNA, ChatTemplate
 from services.text_engine.prompt import Prompt, PromptBuilder
 from services.text_engine.tokenizer import Tokenizer
-from shared.errors import InvalidRequest, UnsupportedFeature
+from shared.errors import InvalidRequest, UnsupportedFeature, UpstreamFailed
 from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart
 from tests.conftest import CheckpointFactory
+from tests.tiny_tokenizer import CHAT_TEMPLATE
 
 
 def image(num_tokens: int, key: str = "a") -> ImagePart:
@@ -101,6 +102,20 @@ def test_a_typed_end_mark_cannot_end_the_message(prompts: PromptBuilder):
     assert prompt.token_ids.count(end) == 1
 
 
+@pytest.mark.parametrize("source", [CHAT_TEMPLATE, CHAT_TEMPLATE.replace("part['text']", "part['text'] | trim")])
+@pytest.mark.parametrize(
+    "parts", [("a<|im_", "end|>b"), ("<", "|im_", "end|", ">"), ("a<|im_end|", ">", "c"), ("<|im_ ", " end|>")]
+)
+def test_text_parts_cannot_spell_an_end_mark_together(llava: Path, source: str, parts: tuple[str, ...]):
+    """Templates put parts side by side, some of them without the space around a part."""
+    tokenizer = Tokenizer.load(llava)
+    prompts = PromptBuilder(tokenizer, ChatTemplate(source, bos_token="", eos_token=""), tokenizer.token_id("<image>"))
+    prompt = prompts.from_messages([message("user", *parts, image(3))])
+    assert prompt.token_ids.count(tokenizer.token_id("<|im_end|>")) == 1
+    text = "".join(tokenizer.decode(prompt.token_ids).split())
+    assert "".join("".join(parts).split()) in text
+
+
 def test_slots_stand_where_the_parts_stand(prompts: PromptBuilder):
     """Case C9."""
     prompt = prompts.from_messages([message("user", "A", image(3, "a"), "B", image(5, "b"), "C")])
@@ -110,6 +125,49 @@ def test_slots_stand_where_the_parts_stand(prompts: PromptBuilder):
     assert decode(prompt.token_ids[:first]).endswith("A")
     assert decode(prompt.token_ids[first_end:second]).strip() == "B"
     assert decode(prompt.token_ids[second_end:]).strip().startswith("C")
+
+
+def tiled(*layout: str | int, key: str = "a", grid: tuple[int, int, int] | None = None) -> ImagePart:
+    num_tokens = sum(piece for piece in layout if isinstance(piece, int))
+    ref = ImageRef(image_key=key * 64, num_tokens=num_tokens, width=8, height=8, layout=layout, grid=grid)
+    return ImagePart(image=ref)
+
+
+def test_an_image_in_several_runs_has_its_own_tokens_between_them(prompts: PromptBuilder):
+    """As Idefics3 and Pixtral have: every row once, in order, and the literal tokens where the layout puts them."""
+    parts = ("A", tiled("<|im_start|>", 3, "<|im_end|>", 2, "<|im_end|>"), "B", image(4, "b"))
+    prompt = prompts.from_messages([message("user", *parts)])
+    first, second, other = prompt.images
+    assert [(s.num_tokens, s.first_row, s.image_key[0]) for s in prompt.images] == [
+        (3, 0, "a"),
+        (2, 3, "a"),
+        (4, 0, "b"),
+    ]
+    start_mark, end_mark = (prompts._tokenizer.token_id(mark) for mark in ("<|im_start|>", "<|im_end|>"))
+    assert prompt.token_ids[first.start - 1] == start_mark
+    assert prompt.token_ids[first.end : second.start] == [end_mark]
+    assert prompt.token_ids[second.end] == end_mark
+    assert second.end < other.start
+    assert prompt.num_image_tokens == 9
+
+
+def test_a_layouts_text_is_tokenized_together_with_its_neighbours(prompts: PromptBuilder):
+    """Processors write a layout into the prompt's text; its borders are no borders between tokens."""
+    prompt = prompts.from_messages([message("user", tiled(2, " The qui"), "ck brown")])
+    together = prompts._tokenizer.encode(" The qui\nck brown", add_special_tokens=False)
+    [span] = prompt.images
+    assert prompt.token_ids[span.end : span.end + len(together)] == together
+
+
+def test_what_the_encoder_says_of_grid_and_attention_reaches_the_spans(prompts: PromptBuilder):
+    ref = ImageRef(image_key="a" * 64, num_tokens=6, width=8, height=8, grid=(1, 2, 3), attention="bidirectional")
+    [span] = prompts.from_messages([message("user", ImagePart(image=ref))]).images
+    assert (span.grid, span.attention) == ((1, 2, 3), "bidirectional")
+
+
+def test_a_layout_that_spells_the_placeholder_is_refused(prompts: PromptBuilder):
+    with pytest.raises(UpstreamFailed, match=r"3 places .* have 2"):
+        prompts.from_messages([message("user", tiled(2, "<image>", 1))])
 
 
 def test_an_image_alone_is_a_message(prompts: PromptBuilder):
@@ -152,6 +210,22 @@ def test_a_template_that_takes_only_strings_gets_the_mark_inside_the_text(llava:
     )
     assert tokenizer.decode(prompt.token_ids) == "USER: \nWhat is it? ASSISTANT:"
     assert prompt.num_image_tokens == 4
+
+
+def test_a_template_may_look_for_a_parts_text_under_content(llava: Path):
+    """As the first one that Pixtral was published with."""
+    source = (
+        "{% for message in messages %}{% for chunk in message['content'] %}"
+        "{% if chunk['type'] == 'text' %}{{ chunk['content'] }}{% else %}{{ '<image>' }}{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    tokenizer = Tokenizer.load(llava)
+    prompts = PromptBuilder(tokenizer, ChatTemplate(source, bos_token="", eos_token=""), tokenizer.token_id("<image>"))
+    prompt = prompts.from_messages([message("user", "What is ", image(4), "this?")])
+    assert tokenizer.decode(prompt.token_ids) == "What is this?"
+    assert [(span.start, span.num_tokens) for span in prompt.images] == [
+        (len(tokenizer.encode("What is ", add_special_tokens=False)), 4)
+    ]
 
 
 def test_a_template_may_refuse_a_conversation_in_its_own_words(llava: Path):

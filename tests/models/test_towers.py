@@ -14,7 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
-from services.vision_encoder.families import Llava, load_family, normalize, resolve_feature_layers
+from services.vision_encoder.families.features import normalize, resolve_feature_layers
+from services.vision_encoder.families.interface import PreparedImage
+from services.vision_encoder.families.llava import Llava
+from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader, load_tower
 from shared.torch_io import Checkpoint
@@ -40,16 +43,17 @@ def loaded(folder: Path, dtype: torch.dtype = FP32) -> Llava:
     return family
 
 
-def pictures(family: Llava, count: int) -> list[torch.Tensor]:
+def pictures(family: Llava, count: int) -> list[PreparedImage]:
     generator = torch.Generator().manual_seed(3)
     shape = (1, 3, *family.preprocessing.size)
-    return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in range(count)]
+    tiles = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in range(count)]
+    return [PreparedImage(tile, 17, 900) for tile in tiles]
 
 
 @torch.inference_mode()
-def reference(folder: Path, family: Llava, images: list[torch.Tensor]) -> list[torch.Tensor]:
+def reference(folder: Path, family: Llava, images: list[PreparedImage]) -> list[torch.Tensor]:
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder, dtype=FP32).eval()
-    pixels = normalize(torch.cat(images), family.preprocessing)
+    pixels = normalize(torch.cat([image.pixels for image in images]), family.preprocessing)
     features: list[torch.Tensor] = model.get_image_features(pixel_values=pixels).pooler_output
     return features
 
@@ -73,7 +77,7 @@ def test_embeddings_equal_the_reference(checkpoint: CheckpointFactory, name: str
     family = loaded(folder)
     images = pictures(family, 3)
     for result, expected in zip(family.encode(images), reference(folder, family, images), strict=True):
-        assert result.shape == expected.shape == (family.num_tokens(17, 900), family.hidden_size)
+        assert result.shape == expected.shape == (family.describe(17, 900).num_tokens, family.hidden_size)
         assert relative_error(result, expected) < 1e-5
 
 
@@ -156,7 +160,7 @@ def test_the_number_of_tokens_follows_tower_and_strategy(
     folder = copied(checkpoint(name), tmp_path / "model", vision_feature_select_strategy=strategy)
     family = loaded(folder)
     images = pictures(family, 1)
-    assert family.num_tokens(640, 480) == count
+    assert family.describe(640, 480).num_tokens == count
     assert [len(rows) for rows in family.encode(images)] == [count]
     assert [len(rows) for rows in reference(folder, family, images)] == [count]
 

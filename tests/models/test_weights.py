@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.kernels import reference
 from services.text_engine.models.families import load_model_config
-from services.text_engine.models.weights import CheckpointError, CheckpointWeights, load_decoder
+from services.text_engine.models.sharding import Shard
+from services.text_engine.models.weights import CheckpointError, CheckpointWeights, RandomWeights, load_decoder
 from shared.torch_io import Checkpoint
 from tests.conftest import CheckpointFactory
 from tests.models.oracle import CPU, load_oracle, load_ours, oracle_logits, prompt_tokens
@@ -145,3 +146,23 @@ def test_a_config_of_fewer_layers_finds_the_rest_unexpected(checkpoint: Checkpoi
     config = dataclasses.replace(load_model_config(folder), num_layers=2, sliding_windows=(None, None))
     with pytest.raises(CheckpointError, match="9 unexpected"):
         CheckpointWeights(Checkpoint(folder), config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("shard", [None, Shard(0, 2), Shard(1, 2)])
+def test_random_weights_have_the_checkpoints_shapes_and_norms_of_one(
+    checkpoint: CheckpointFactory, shard: Shard | None
+):
+    folder = checkpoint("llama_biased")
+    config = load_model_config(folder)
+    stored = CheckpointWeights(Checkpoint(folder), config, torch.float32, CPU, shard=shard)
+    made = RandomWeights(config, torch.float32, CPU, shard)
+    for name in (
+        "self_attn.qkv_proj.weight",
+        "self_attn.qkv_proj.bias",
+        "self_attn.o_proj.weight",
+        "mlp.down_proj.weight",
+    ):
+        assert made.read(f"layers.1.{name}").shape == stored.read(f"layers.1.{name}").shape
+        assert made.read(f"layers.1.{name}").std() > 0.01
+    assert made.read("lm_head.weight").shape == stored.read("lm_head.weight").shape
+    assert torch.equal(made.read("norm.weight"), torch.ones(config.hidden_size))

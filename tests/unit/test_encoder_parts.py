@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from services.vision_encoder.admission import ImageLimits, Queue
-from services.vision_encoder.encoder import Tower, TowerInput
+from services.vision_encoder.encoder import Tower
+from services.vision_encoder.families.interface import PreparedImage
 from services.vision_encoder.metrics import EncoderMetrics
-from services.vision_encoder.preprocess import Preprocessing
+from services.vision_encoder.preprocessing.single_tile import SingleTile
 from services.vision_encoder.recent import RecentEmbeddings
 from shared.errors import EncodeFailed, ImageTooLarge, Overloaded, PayloadTooLarge
 from shared.torch_io import blob_to_tensor
+from shared.wire import ImageMetadata
 
-CROP_8 = Preprocessing(
+CROP_8 = SingleTile(
     pad_colour=None,
     shortest_edge=8,
     resize_to=None,
@@ -36,8 +38,8 @@ class FakeFamily:
     hidden_size = 3
     outputs = (torch.ones(2, 3), torch.ones(1, 3), torch.ones(2, 4), torch.full((2, 3), float("inf")))
 
-    def num_tokens(self, width: int, height: int) -> int:
-        return 2
+    def describe(self, width: int, height: int) -> ImageMetadata:
+        return ImageMetadata(num_tokens=2, width=width, height=height)
 
     def fingerprint(self, dtype: torch.dtype, background: tuple[int, int, int]) -> str:
         return ""
@@ -45,18 +47,18 @@ class FakeFamily:
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
         pass
 
-    def encode(self, images: Sequence[Tensor]) -> list[Tensor]:
-        return [self.outputs[int(image[0, 0, 0, 0])] for image in images]
+    def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        return [self.outputs[int(image.pixels[0, 0, 0, 0])] for image in images]
 
 
-def tower_input(which: int) -> TowerInput:
-    return TowerInput(torch.full((1, 3, 8, 8), which, dtype=torch.uint8), num_tokens=2)
+def prepared(which: int) -> PreparedImage:
+    return PreparedImage(torch.full((1, 3, 8, 8), which, dtype=torch.uint8), 8, 8)
 
 
 def test_wrong_row_counts_widths_and_infinities_fail_their_own_image_only() -> None:
     """Cases C16, D26."""
     good, short, wide, infinite, also_good = Tower(FakeFamily(), EncoderMetrics())(
-        [tower_input(which) for which in (0, 1, 2, 3, 0)]
+        [prepared(which) for which in (0, 1, 2, 3, 0)]
     )
     assert isinstance(short, EncodeFailed)
     assert isinstance(wide, EncodeFailed)
@@ -95,7 +97,7 @@ def test_an_image_beyond_a_limit_is_refused_with_limit_and_size(size: tuple[int,
 
 def test_a_sliver_that_padding_to_a_square_would_blow_up_is_refused() -> None:
     fields: dict[str, Any] = {name: getattr(CROP_8, name) for name in CROP_8.__slots__}
-    padded = Preprocessing(**fields | {"pad_colour": (1, 2, 3)})
+    padded = SingleTile(**fields | {"pad_colour": (1, 2, 3)})
     assert LIMITS.admit(bmp(100, 3), padded).width == 100
     with pytest.raises(ImageTooLarge, match="10201 when padded"):
         LIMITS.admit(bmp(101, 3), padded)

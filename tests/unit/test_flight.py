@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from services.vision_encoder.flight import Flight
-from shared.embedding_cache import ImageMetadata
-from shared.wire import Encoded
+from shared.wire import Encoded, ImageMetadata
 
 
 async def test_a_follower_that_leaves_does_not_call_off_what_another_has_been_promised():
     """The first caller has read its `admitted` line and not yet asked for the second when another joins and leaves."""
-    flight = Flight(ImageMetadata(4, 8, 8))
+    flight = Flight(ImageMetadata(num_tokens=4, width=8, height=8))
     may_end = asyncio.Event()
 
     async def work() -> Encoded:

@@ -106,6 +106,14 @@ def test_the_same_rows_at_another_offset_of_the_image_differ():
     assert hashes_of(tokens, ImageSpan(CAT, 0, 4)) != hashes_of(tokens, ImageSpan(CAT, -4, 8))
 
 
+def test_a_span_that_begins_in_the_middle_of_its_image_holds_those_rows():
+    """An image in several runs: the second run's first row is not the image's."""
+    tokens = [PLACEHOLDER] * 4
+    second_run = hashes_of(tokens, ImageSpan(CAT, 0, 4, first_row=4))
+    assert second_run != hashes_of(tokens, ImageSpan(CAT, 0, 4))
+    assert second_run == hashes_of(tokens, ImageSpan(CAT, -4, 8))
+
+
 def test_the_position_of_an_image_within_a_block_matters():
     tokens = [PLACEHOLDER] * 4
     assert hashes_of(tokens, ImageSpan(CAT, 0, 2)) != hashes_of(tokens, ImageSpan(CAT, 2, 2))

@@ -26,11 +26,12 @@ def extend_block_hashes(sequence: Sequence, block_size: int) -> list[bytes]:
 def _block_hash(sequence: Sequence, parent: bytes, start: int, end: int) -> bytes:
     parts = [parent, array("q", sequence.token_ids[start:end]).tobytes()]
     for span in sequence.images_between(start, end):
-        first_position = max(start, span.start)
+        first_position, end_position = max(start, span.start), min(end, span.end)
+        rows = span.rows(first_position, end_position)
         parts += [
             span.image_key.encode(),
             (first_position - start).to_bytes(4, "big"),
-            (first_position - span.start).to_bytes(4, "big"),
-            (min(end, span.end) - first_position).to_bytes(4, "big"),
+            rows.start.to_bytes(4, "big"),
+            (rows.stop - rows.start).to_bytes(4, "big"),
         ]
     return digest(*parts)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class ConfigError(ValueError):
@@ -47,19 +47,30 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
+    """sections   where a position has three coordinates: how many of a head's frequencies turn with each, over and over
+    in their order; None: one coordinate
+    """
+
     theta: float
     scaling: RopeScaling | None = None
+    sections: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One decoder's shape. Field names are Hugging Face's where they say the same thing.
 
-    architecture      the checkpoint's class in transformers; for Llava the whole model's, not the text part's
-    sliding_windows   per layer: how many positions a token sees, itself included; None: all before it
-    image_token_id    the id that stands for an image position in the prompt; None: the model takes no images
-    eos_token_ids     any of them ends a sequence
-    dtype             of the stored weights, "bfloat16" or the like; None: the config does not say
+    architecture        the checkpoint's class in transformers; for Llava the whole model's, not the text part's
+    local_rope          of the layers with a sliding window; None: the same as of the others
+    sliding_windows     per layer: how many positions a token sees, itself included; None: all before it
+    output_norms        what attention and MLP give is normed before it is added
+    norm_offset         added to the stored weights of every norm
+    embedding_scale     multiplies the tokens' embeddings; images' rows come scaled
+    attention_scale     multiplies q.k; None: head_dim ** -0.5
+    image_token_id      the id that stands for an image position in the prompt; None: the model takes no images
+    image_mark_id       what the chat template writes for an image; None: `image_token_id`
+    eos_token_ids       any of them ends a sequence
+    dtype               of the stored weights, "bfloat16" or the like; None: the config does not say
     """
 
     architecture: str = ""
@@ -79,7 +90,14 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    local_rope: RopeConfig | None = None
+    output_norms: bool = False
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float | None = None
+    attention_scale: float | None = None
     image_token_id: int | None = None
+    image_mark_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
 
@@ -90,6 +108,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary embeddings need an even one")
+        sections = self.rope.sections
+        if sections is not None and (len(sections) % 3 or 2 * sum(sections) != self.head_dim):
+            raise ConfigError(
+                f"mrope_section is {list(sections)}; three, or three times as many, that add up to half of head_dim = "
+                f"{self.head_dim} are needed"
+            )
 
 
 class Fields:
@@ -127,6 +151,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise self.error(field, "a positive number is needed")
         return float(value)
+
+    def integers(self, field: str) -> tuple[int, ...]:
+        """A list of whole numbers of at least 1; it must be there."""
+        value = self._required(field, None)
+        if not isinstance(value, list) or not all(type(item) is int and item > 0 for item in value):
+            raise self.error(field, "a list of positive whole numbers is needed")
+        return tuple(value)
 
     def boolean(self, field: str, default: bool) -> bool:
         value = self._required(field, default)

@@ -13,15 +13,16 @@ from torch.nn import functional
 from services.text_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionShape
 from services.text_engine.kernels.interface import Kernels
 from services.text_engine.models.config import ModelConfig
-from services.text_engine.models.layers import Linear, MakeProduct, Product
-from services.text_engine.models.rope import cos_sin_table
+from services.text_engine.models.layers import GatheredProduct, Linear, MakeProduct, Product, Ranks, SummedProduct
+from services.text_engine.models.rope import cos_sin_at, cos_sin_table
+from services.text_engine.models.sharding import head_rows_of_a_rank
 
 ReadWeight = Callable[[str], torch.Tensor]
 
 
 def attention_shapes(config: ModelConfig) -> tuple[AttentionShape, ...]:
     """Per layer, what its KV cache and its attention look like."""
-    scale = config.head_dim**-0.5
+    scale = config.attention_scale or config.head_dim**-0.5
     return tuple(
         AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, scale, window)
         for window in config.sliding_windows
@@ -34,6 +35,8 @@ class Decoder:
     read_weight   our name ("layers.0.self_attn.qkv_proj.weight") -> the tensor on `device`; asked once for each name,
                   layer by layer, so that a lazy reader never holds more than one tensor beside the finished layers
     make_product  keeps a weight matrix for its products
+    ranks         those that share the model, each with a Decoder of its own and the config of its part, as `sharding`
+                  makes it; None: this one is all of it
     """
 
     def __init__(
@@ -44,25 +47,48 @@ class Decoder:
         kernels: Kernels,
         device: torch.device,
         make_product: MakeProduct = Linear,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
         self.attention_shapes = attention_shapes(config)
         self._kernels = kernels
-        self._cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings, device)
-        self._embed_tokens = read_weight("embed_tokens.weight")
+        self._ranks = ranks
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self._cos_sin_tables = [
+            cos_sin_table(rope, config.head_dim, config.max_position_embeddings, device) for rope in ropes
+        ]
+        self._table_of_layers = [
+            0 if config.local_rope is None or window is None else 1 for window in config.sliding_windows
+        ]
+        is_first = ranks is None or ranks.index == 0
+        self._embed_tokens = read_weight("embed_tokens.weight") if is_first else None
         self._layers = [
-            DecoderLayer(config, read_weight, f"layers.{i}.", shape, attention, kernels, make_product)
+            DecoderLayer(config, read_weight, f"layers.{i}.", shape, attention, kernels, make_product, ranks)
             for i, shape in enumerate(self.attention_shapes)
         ]
         final_norm = read_weight("norm.weight")
         self._norms_after_layers = [layer.input_norm for layer in self._layers[1:]] + [final_norm]
+        self._lm_head = self._make_head(read_weight, make_product)
+        scale = config.embedding_scale
+        # Rounded as transformers rounds it, to the weights' dtype.
+        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=final_norm.dtype).item()
+
+    def _make_head(self, read_weight: ReadWeight, make_product: MakeProduct) -> Product:
         # Tied: the embedding needs plain rows, the head may repack its own copy.
-        head = self._embed_tokens if config.tie_word_embeddings else read_weight("lm_head.weight")
-        self._lm_head = make_product(head, None)
+        tied = self._embed_tokens if self.config.tie_word_embeddings else None
+        if self._ranks is None:
+            return make_product(read_weight("lm_head.weight") if tied is None else tied, None)
+        num_rows = head_rows_of_a_rank(self.config.vocab_size, self._ranks.size)
+        head = make_product(read_weight("lm_head.weight") if tied is None else tied[:num_rows], None)
+        return GatheredProduct(head, self._ranks, num_outputs=self.config.vocab_size, num_outputs_of_a_rank=num_rows)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids [num_tokens] -> a new tensor [num_tokens, hidden_size]"""
-        return functional.embedding(token_ids, self._embed_tokens)
+        """token_ids [num_tokens] -> a new tensor [num_tokens, hidden_size]; on ranks but the first, without content"""
+        if self._embed_tokens is None:
+            size = (len(token_ids), self.config.hidden_size)
+            return torch.empty(size, dtype=self._layers[0].input_norm.dtype, device=token_ids.device)
+        rows = functional.embedding(token_ids, self._embed_tokens)
+        return rows if self._embedding_scale is None else rows.mul_(self._embedding_scale)
 
     def forward(
         self,
@@ -73,24 +99,30 @@ class Decoder:
     ) -> torch.Tensor:
         """All layers and the final norm.
 
-        hidden     [num_tokens, hidden_size]: embeddings of tokens and images; may be overwritten
-        positions  [num_tokens] int64
+        hidden     [num_tokens, hidden_size]: embeddings of tokens and images, those of the first rank where there are
+                   several; may be overwritten
+        positions  [num_tokens] int64; [3, num_tokens] where the rope has sections
         kv_caches  one per layer, made by the attention backend for `attention_shapes`; receives the new tokens
         returns    [num_tokens, hidden_size]
         """
         kernels, eps = self._kernels, self.config.rms_norm_eps
-        cos_sin = self._cos_sin[positions]
+        if self._ranks is not None:
+            hidden = self._ranks.share(hidden)
+        sections = self.config.rope.sections
+        cos_sins = [cos_sin_at(table, positions, sections) for table in self._cos_sin_tables]
         residual = hidden
         x = kernels.rms_norm(hidden, self._layers[0].input_norm, eps)
-        for layer, kv_cache, next_norm in zip(self._layers, kv_caches, self._norms_after_layers, strict=True):
-            x = layer.attend(x, cos_sin, kv_cache, metadata)
+        for layer, kv_cache, next_norm, table in zip(
+            self._layers, kv_caches, self._norms_after_layers, self._table_of_layers, strict=True
+        ):
+            x = layer.attend(x, cos_sins[table], kv_cache, metadata)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = layer.feed_forward(x)
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_rows, hidden_size], as `forward` returns it -> [num_rows, vocab_size] fp32"""
+        """hidden [num_rows, hidden_size], as `forward` returns it -> [num_rows, vocab_size] fp32, on the first rank"""
         return self._lm_head(hidden).float()
 
 
@@ -106,10 +138,19 @@ class DecoderLayer:
         attention: AttentionBackend,
         kernels: Kernels,
         make_product: MakeProduct,
+        ranks: Ranks | None,
     ) -> None:
         def linear(name: str, has_bias: bool = False) -> Product:
             bias = read_weight(f"{prefix}{name}.bias") if has_bias else None
             return make_product(read_weight(f"{prefix}{name}.weight"), bias)
+
+        def summed(name: str, has_bias: bool) -> Product:
+            if ranks is None:
+                return linear(name, has_bias)
+            return SummedProduct(linear(name, has_bias and ranks.index == 0), ranks)
+
+        def norm(name: str, is_there: bool) -> torch.Tensor | None:
+            return read_weight(f"{prefix}{name}.weight") if is_there else None
 
         self._shape = shape
         self._attention = attention
@@ -117,12 +158,15 @@ class DecoderLayer:
         self._eps = config.rms_norm_eps
         self.input_norm = read_weight(f"{prefix}input_layernorm.weight")
         self._qkv_proj = linear("self_attn.qkv_proj", config.qkv_bias)
-        self._q_norm = read_weight(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None
-        self._k_norm = read_weight(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None
-        self._o_proj = linear("self_attn.o_proj", config.output_bias)
+        self._q_norm = norm("self_attn.q_norm", config.qk_norm)
+        self._k_norm = norm("self_attn.k_norm", config.qk_norm)
+        self._o_proj = summed("self_attn.o_proj", config.output_bias)
+        self._attention_output_norm = norm("self_attn.output_norm", config.output_norms)
         self.post_attention_norm = read_weight(f"{prefix}post_attention_layernorm.weight")
         self._gate_up_proj = linear("mlp.gate_up_proj", config.mlp_bias)
-        self._down_proj = linear("mlp.down_proj", config.mlp_bias)
+        self._gated_product = kernels.gelu_tanh_mul if config.activation == "gelu_tanh" else kernels.silu_mul
+        self._down_proj = summed("mlp.down_proj", config.mlp_bias)
+        self._mlp_output_norm = norm("mlp.output_norm", config.output_norms)
 
     def attend(
         self,
@@ -138,8 +182,12 @@ class DecoderLayer:
         if self._q_norm is not None and self._k_norm is not None:
             query = self._kernels.rms_norm(query, self._q_norm, self._eps)
             key = self._kernels.rms_norm(key, self._k_norm, self._eps)
-        return self._o_proj(self._attention.attend(query, key, value, cos_sin, kv_cache, metadata, shape))
+        attended = self._attention.attend(query, key, value, cos_sin, kv_cache, metadata, shape)
+        return self._normed(self._o_proj(attended), self._attention_output_norm)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> alike"""
-        return self._down_proj(self._kernels.silu_mul(self._gate_up_proj(x)))
+        return self._normed(self._down_proj(self._gated_product(self._gate_up_proj(x))), self._mlp_output_norm)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from services.text_engine.models.config import Fields, ModelConfig, YarnScaling, read_json
-from services.text_engine.models.rope import read_rope
+from services.text_engine.models.config import Fields, ModelConfig, RopeConfig, YarnScaling, read_json
+from services.text_engine.models.rope import read_layered_rope, read_rope, read_sectioned_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,23 @@ class Family:
     read_config  config.json -> ModelConfig, without what generation_config.json adds
     prefixes     start of a tensor's name in the checkpoint -> start of ours; the first that fits wins
     ignored      starts of names that another part of the system loads
+    renamed      a part of a tensor's name -> what it is in ours; at most one fits
     """
 
     model_type: str
     read_config: Callable[[Fields], ModelConfig]
     prefixes: tuple[tuple[str, str], ...] = (("model.", ""), ("lm_head.", "lm_head."))
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def our_name(self, name: str) -> str | None:
         """Our name of the checkpoint's tensor `name`; None if it is not the decoder's to load."""
         if name.startswith(self.ignored) or name.endswith("rotary_emb.inv_freq"):
             return None
+        for theirs, ours in self.renamed:
+            if theirs in name:
+                name = name.replace(theirs, ours)
+                break
         for theirs, ours in self.prefixes:
             if name.startswith(theirs):
                 return ours + name.removeprefix(theirs)
@@ -49,6 +55,10 @@ class Defaults:
     max_position_embeddings: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    hidden_size: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    rms_norm_eps: float = 1e-6
 
 
 LLAMA_DEFAULTS = Defaults(intermediate_size=11008, vocab_size=32000, max_position_embeddings=2048)
@@ -56,7 +66,27 @@ MISTRAL_DEFAULTS = Defaults(
     intermediate_size=14336, vocab_size=32000, max_position_embeddings=4096 * 32, num_kv_heads=8
 )
 QWEN2_DEFAULTS = Defaults(intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768, num_kv_heads=32)
+QWEN2_5_VL_DEFAULTS = Defaults(
+    hidden_size=8192,
+    intermediate_size=29568,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    vocab_size=152_064,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-5,
+)
 QWEN3_DEFAULTS = dataclasses.replace(QWEN2_DEFAULTS, head_dim=128)
+GEMMA3_DEFAULTS = Defaults(
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_layers=26,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    vocab_size=262_208,
+    max_position_embeddings=131_072,
+)
 
 
 def _llama(fields: Fields) -> ModelConfig:
@@ -83,32 +113,112 @@ def _qwen3(fields: Fields) -> ModelConfig:
     return dataclasses.replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True, sliding_windows=windows)
 
 
+def _gemma3(fields: Fields) -> ModelConfig:
+    if fields.raw("hidden_activation") not in (None, "gelu_pytorch_tanh"):
+        raise fields.error("hidden_activation", "supported: gelu_pytorch_tanh")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if cap in fields:
+            raise fields.error(cap, "a cap on logits is not supported")
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "an embedding model generates no text")
+    bias = fields.boolean("attention_bias", False)
+    max_positions = fields.integer("max_position_embeddings", GEMMA3_DEFAULTS.max_position_embeddings)
+    rope, local_rope = read_layered_rope(fields, max_positions)
+    config = _text_config(fields, GEMMA3_DEFAULTS, rope)
+    return dataclasses.replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        local_rope=local_rope,
+        sliding_windows=_gemma_windows(fields, config.num_layers),
+        output_norms=True,
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        embedding_scale=config.hidden_size**0.5,
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+    )
+
+
 def _llava(fields: Fields) -> ModelConfig:
+    return _with_text_model(fields, default_image_token_id=32000)
+
+
+def _llava_onevision(fields: Fields) -> ModelConfig:
+    return _with_text_model(fields, default_image_token_id=151646, default_text_model="qwen2")
+
+
+def _mistral3(fields: Fields) -> ModelConfig:
+    return _with_text_model(fields, default_image_token_id=10, default_tied=True)
+
+
+def _gemma3_with_images(fields: Fields) -> ModelConfig:
+    config = _with_text_model(
+        fields, default_image_token_id=262144, default_text_model="gemma3_text", default_tied=True
+    )
+    num_rows = fields.integer("mm_tokens_per_image", 256)
+    # Our rows of an image see all of it, transformers' only as far as the window: the same as long as an image fits.
+    if any(window is not None and window < num_rows for window in config.sliding_windows):
+        raise fields.error("mm_tokens_per_image", "an image must fit into the text model's sliding_window")
+    return dataclasses.replace(config, image_mark_id=fields.integer("boi_token_index", 255999, minimum=0))
+
+
+def _qwen2_5_vl(fields: Fields) -> ModelConfig:
+    """As published, the text model's fields stand among the others; transformers 5 nests them."""
+    text = fields.nested("text_config") if "text_config" in fields else fields
+    config = _text_config(text, QWEN2_5_VL_DEFAULTS, read_sectioned_rope(text))
+    return dataclasses.replace(
+        config,
+        qkv_bias=True,
+        sliding_windows=_qwen_windows(text, config.num_layers),
+        tie_word_embeddings=config.tie_word_embeddings or fields.boolean("tie_word_embeddings", False),
+        image_token_id=fields.integer("image_token_id", 151655, minimum=0),
+        eos_token_ids=_merge(fields.token_ids("eos_token_id"), config.eos_token_ids),
+        dtype=_dtype(fields) or config.dtype,
+    )
+
+
+def _smolvlm(fields: Fields) -> ModelConfig:
+    return _with_text_model(fields, default_image_token_id=128257)
+
+
+def _with_text_model(
+    fields: Fields, *, default_image_token_id: int, default_text_model: str = "llama", default_tied: bool = False
+) -> ModelConfig:
+    """A vision-language model around one of the text families."""
     text = fields.nested("text_config")
-    model_type = text.raw("model_type") or "llama"
+    model_type = text.raw("model_type") or default_text_model
     family = next((family for family in TEXT_FAMILIES.values() if family.model_type == model_type), None)
     if family is None:
         raise text.error(
-            "model_type", f"supported inside Llava: {', '.join(f.model_type for f in TEXT_FAMILIES.values())}"
+            "model_type", f"supported text models: {', '.join(f.model_type for f in TEXT_FAMILIES.values())}"
         )
     config = family.read_config(text)
     image_token = "image_token_id" if "image_token_id" in fields else "image_token_index"
     return dataclasses.replace(
         config,
         # Either place may say it: transformers 5 writes both, older checkpoints only the text model's.
-        tie_word_embeddings=config.tie_word_embeddings or fields.boolean("tie_word_embeddings", False),
-        image_token_id=fields.integer(image_token, 32000, minimum=0),
+        tie_word_embeddings=config.tie_word_embeddings or fields.boolean("tie_word_embeddings", default_tied),
+        image_token_id=fields.integer(image_token, default_image_token_id, minimum=0),
         eos_token_ids=_merge(fields.token_ids("eos_token_id"), config.eos_token_ids),
         dtype=_dtype(fields) or config.dtype,
     )
 
 
+# Gemma's names say what a norm follows; ours, what it is for.
+GEMMA_NORMS = (
+    (".post_attention_layernorm.", ".self_attn.output_norm."),
+    (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
+    (".post_feedforward_layernorm.", ".mlp.output_norm."),
+)
 TEXT_FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family("llama", _llama),
         "MistralForCausalLM": Family("mistral", _mistral),
         "Qwen2ForCausalLM": Family("qwen2", _qwen2),
         "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+        "Gemma3ForCausalLM": Family("gemma3_text", _gemma3, renamed=GEMMA_NORMS),
     }
 )
 LLAVA = Family(
@@ -120,9 +230,40 @@ LLAVA = Family(
         ("model.language_model.", ""),  # as transformers 4.52 to 4.57 wrote
         ("lm_head.", "lm_head."),
     ),
-    ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ignored=(
+        *("vision_tower.", "multi_modal_projector.", "image_newline"),
+        *("model.vision_tower.", "model.multi_modal_projector.", "model.image_newline"),
+    ),
 )
-FAMILIES: Mapping[str, Family] = MappingProxyType({**TEXT_FAMILIES, "LlavaForConditionalGeneration": LLAVA})
+LLAVA_ONEVISION = dataclasses.replace(LLAVA, model_type="llava_onevision", read_config=_llava_onevision)
+SMOLVLM = Family(
+    "smolvlm",
+    _smolvlm,
+    prefixes=(("model.text_model.", ""), ("lm_head.", "lm_head.")),
+    ignored=("model.vision_model.", "model.connector."),
+)
+QWEN2_5_VL = Family(
+    "qwen2_5_vl",
+    _qwen2_5_vl,
+    prefixes=(("model.language_model.", ""), ("model.", ""), ("lm_head.", "lm_head.")),
+    ignored=("visual.", "model.visual."),
+)
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        **TEXT_FAMILIES,
+        "LlavaForConditionalGeneration": LLAVA,
+        "LlavaNextForConditionalGeneration": LLAVA,
+        "LlavaOnevisionForConditionalGeneration": LLAVA_ONEVISION,
+        "VipLlavaForConditionalGeneration": LLAVA,
+        "Idefics3ForConditionalGeneration": SMOLVLM,
+        "Gemma3ForConditionalGeneration": dataclasses.replace(
+            LLAVA, model_type="gemma3", read_config=_gemma3_with_images, renamed=GEMMA_NORMS
+        ),
+        "Mistral3ForConditionalGeneration": dataclasses.replace(LLAVA, model_type="mistral3", read_config=_mistral3),
+        "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
+        "SmolVLMForConditionalGeneration": SMOLVLM,
+    }
+)
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -141,17 +282,20 @@ def load_model_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _text_config(fields: Fields, defaults: Defaults) -> ModelConfig:
-    """What all text families read alike; no biases, no windows."""
+def _text_config(fields: Fields, defaults: Defaults, rope: RopeConfig | None = None) -> ModelConfig:
+    """What all text families read alike; no biases, no windows.
+
+    rope   None: as most families spell it
+    """
     if fields.raw("hidden_act") not in (None, "silu", "swish"):
         raise fields.error("hidden_act", "supported: silu")
-    hidden_size = fields.integer("hidden_size", 4096)
-    num_layers = fields.integer("num_hidden_layers", 32)
-    num_heads = fields.integer("num_attention_heads", 32)
+    hidden_size = fields.integer("hidden_size", defaults.hidden_size)
+    num_layers = fields.integer("num_hidden_layers", defaults.num_layers)
+    num_heads = fields.integer("num_attention_heads", defaults.num_heads)
     head_dim = fields.integer("head_dim", defaults.head_dim or hidden_size // num_heads)
     kv_heads_if_absent = defaults.num_kv_heads or num_heads
     max_positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
-    rope = read_rope(fields, max_positions)
+    rope = rope or read_rope(fields, max_positions)
     if isinstance(rope.scaling, YarnScaling):
         # YaRN is switched on in configs that go on stating the length before scaling.
         max_positions = max(max_positions, int(rope.scaling.original_max_position_embeddings * rope.scaling.factor))
@@ -167,7 +311,7 @@ def _text_config(fields: Fields, defaults: Defaults) -> ModelConfig:
         ),
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", defaults.vocab_size),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", defaults.rms_norm_eps),
         rope=rope,
         max_position_embeddings=max_positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -182,6 +326,15 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     used = fields.boolean("use_sliding_window", False) and not fields.is_null("sliding_window")
     window = fields.integer("sliding_window", 4096) if used else None
     return _windows(fields, window, num_layers, first_layer=fields.integer("max_window_layers", 28, minimum=0))
+
+
+def _gemma_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """By default every sixth layer sees everything."""
+    window = fields.integer("sliding_window", 4096)
+    if "layer_types" in fields:
+        return _windows(fields, window, num_layers, first_layer=0)
+    period = fields.integer("sliding_window_pattern", 6)
+    return tuple(None if (layer + 1) % period == 0 else window for layer in range(num_layers))
 
 
 def _windows(fields: Fields, window: int | None, num_layers: int, first_layer: int) -> tuple[int | None, ...]:

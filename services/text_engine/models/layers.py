@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -41,3 +42,53 @@ class Linear:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y
         return functional.linear(x, self._weight, self._bias)
+
+
+class Ranks(Protocol):
+    """The processes that hold one model together, as one of them sees them; each method is called by all at once."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, on every rank; may overwrite the others' x, which has the same shape."""
+        ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' x added up, on every rank; may overwrite x."""
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_rows, num_columns] of all ranks side by side, on rank 0: [num_rows, size * num_columns]; else x."""
+        ...
+
+
+class SummedProduct:
+    """A product whose inputs are split over the ranks: each computes its share, and all get the sum."""
+
+    def __init__(self, product: Product, ranks: Ranks) -> None:
+        self._product = product
+        self._ranks = ranks
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ranks.sum(self._product(x))
+
+
+class GatheredProduct:
+    """A product whose outputs are split over the ranks, in equal parts but for the last; rank 0 gets all of them."""
+
+    def __init__(self, product: Product, ranks: Ranks, *, num_outputs: int, num_outputs_of_a_rank: int) -> None:
+        self._product = product
+        self._ranks = ranks
+        self._num_outputs = num_outputs
+        self._num_outputs_of_a_rank = num_outputs_of_a_rank
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._product(x)
+        padding = self._num_outputs_of_a_rank - y.shape[1]
+        if padding:
+            y = functional.pad(y, (0, padding))
+        return self._ranks.gather(y)[:, : self._num_outputs]

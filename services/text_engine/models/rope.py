@@ -19,6 +19,7 @@ from services.text_engine.models.config import (
 )
 
 DEFAULT_THETA = 10_000.0
+DEFAULT_GLOBAL_THETA = 1_000_000.0  # of Gemma's layers without a window, and of Qwen2.5-VL
 
 
 def read_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
@@ -33,6 +34,34 @@ def read_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
         if holder.number("partial_rotary_factor", 1.0) != 1.0:
             raise holder.error("partial_rotary_factor", "only 1.0 is supported: all of a head is rotated")
     return RopeConfig(theta, _read_scaling(rope, max_position_embeddings))
+
+
+def read_sectioned_rope(fields: Fields) -> RopeConfig:
+    """Of three coordinates (Qwen2.5-VL), unscaled. Raises ConfigError."""
+    rope = fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    key = "rope_type" if "rope_type" in rope else "type"
+    if rope.raw(key) not in (None, "default", "mrope"):
+        raise rope.error(key, "supported rope types: default, mrope")
+    sections = rope.integers("mrope_section") if "mrope_section" in rope else (16, 24, 24)
+    theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_GLOBAL_THETA))
+    return RopeConfig(theta, sections=sections)
+
+
+def read_layered_rope(fields: Fields, max_position_embeddings: int) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers that see everything, and of those with a window (Gemma 3). Raises ConfigError."""
+    layered = fields.nested("rope_parameters")
+    if "full_attention" in layered or "sliding_attention" in layered:
+        full, local = layered.nested("full_attention"), layered.nested("sliding_attention")
+        local_theta = local.number("rope_theta", DEFAULT_THETA)
+        full_theta = full.number("rope_theta", DEFAULT_GLOBAL_THETA)
+    else:  # before transformers 5, where only the layers that see everything were ever scaled
+        full, local = fields.nested("rope_scaling"), fields.nested("rope_parameters")
+        local_theta = fields.number("rope_local_base_freq", DEFAULT_THETA)
+        full_theta = fields.number("rope_theta", DEFAULT_GLOBAL_THETA)
+    return (
+        RopeConfig(full_theta, _read_scaling(full, max_position_embeddings)),
+        RopeConfig(local_theta, _read_scaling(local, max_position_embeddings)),
+    )
 
 
 def _read_scaling(rope: Fields, max_position_embeddings: int) -> RopeScaling | None:
@@ -87,6 +116,18 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int, device: t
     if isinstance(rope.scaling, YarnScaling):
         table *= rope.scaling.attention_factor
     return table.to(device)
+
+
+def cos_sin_at(table: torch.Tensor, positions: torch.Tensor, sections: tuple[int, ...] | None) -> torch.Tensor:
+    """Rows of a `cos_sin_table` for a step's tokens, [num_tokens, head_dim].
+
+    positions  [num_tokens], or with sections [3, num_tokens]: each section's frequencies turn with their coordinate
+    """
+    rows = table[positions]
+    if sections is None:
+        return rows
+    parts = torch.split(rows, list(sections) * 2, dim=-1)  # of the cosines, then of the sines
+    return torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

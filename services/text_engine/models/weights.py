@@ -18,11 +18,13 @@ from services.text_engine.kernels.interface import Kernels
 from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.decoder import Decoder
 from services.text_engine.models.families import FAMILIES
-from services.text_engine.models.layers import Linear, MakeProduct
+from services.text_engine.models.layers import Linear, MakeProduct, Ranks
+from services.text_engine.models.sharding import Shard
 from shared.torch_io import Checkpoint
 
 FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 MAX_NAMES_SHOWN: Final = 5
+RANDOM_STD: Final = 0.02
 
 OnProgress = Callable[[float], None]
 
@@ -40,18 +42,41 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     make_product: MakeProduct = Linear,
+    ranks: Ranks | None = None,
     on_progress: OnProgress | None = None,
 ) -> Decoder:
     """The decoder of the checkpoint in `folder`, with weights in `dtype` on `device`.
 
     config        as `families.load_model_config` read it from the same folder
     make_product  keeps a weight matrix for its products
+    ranks         the processes that share the model, of which this one reads and keeps its part only; None: it is alone
     on_progress   called with the share of tensors loaded, rising to 1.0
-    Raises FileNotFoundError without safetensors files, CheckpointError for missing, unexpected or misshapen tensors.
+    Raises FileNotFoundError without safetensors files, CheckpointError for missing, unexpected or misshapen tensors,
+    ConfigError if the ranks cannot share the model.
     """
-    weights = CheckpointWeights(Checkpoint(folder), config, dtype, device, on_progress)
+    shard = None if ranks is None else Shard(ranks.index, ranks.size)
+    weights = CheckpointWeights(Checkpoint(folder), config, dtype, device, on_progress, shard)
     config = dataclasses.replace(config, tie_word_embeddings=weights.is_tied)
-    return Decoder(config, weights.read, attention, kernels, device, make_product)
+    if shard is not None:
+        config = shard.config(config)
+    return Decoder(config, weights.read, attention, kernels, device, make_product, ranks)
+
+
+def random_decoder(
+    config: ModelConfig,
+    attention: AttentionBackend,
+    kernels: Kernels,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_product: MakeProduct = Linear,
+    ranks: Ranks | None = None,
+) -> Decoder:
+    """As `load_decoder`, but with random weights, made on the device."""
+    shard = None if ranks is None else Shard(ranks.index, ranks.size)
+    weights = RandomWeights(config, dtype, device, shard)
+    config = config if shard is None else shard.config(config)
+    return Decoder(config, weights.read, attention, kernels, device, make_product, ranks)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -71,6 +96,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
+    if config.output_norms:
+        layer |= {"self_attn.output_norm.weight": (hidden,), "mlp.output_norm.weight": (hidden,)}
     for name, (rows, columns, has_bias) in matrices.items():
         layer[f"{name}.weight"] = (rows, columns)
         if has_bias:
@@ -92,8 +119,11 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device,
         on_progress: OnProgress | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._config = config
+        self._shard = shard
         self._dtype = dtype
         self._device = device
         self._on_progress = on_progress
@@ -107,6 +137,9 @@ class CheckpointWeights:
             self._shapes.pop("lm_head.weight")
             self._names.pop("lm_head.weight", None)
         self._check_names()
+        if self.is_tied and shard is not None:  # a rank's part of the head is read as such
+            self._shapes["lm_head.weight"] = self._shapes["embed_tokens.weight"]
+            self._names["lm_head.weight"] = self._names["embed_tokens.weight"]
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, made of its parts if it is a fused one, on the device; always memory of its own."""
@@ -116,12 +149,15 @@ class CheckpointWeights:
         return fused.to(self._device, self._dtype, copy=len(parts) == 1)
 
     def _read_part(self, name: str) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(self._names[name])
-        if tuple(tensor.shape) != self._shapes[name]:
+        part = None if self._shard is None else self._shard.part(name, self._config)
+        shape = self._checkpoint.shape(self._names[name])
+        if shape != self._shapes[name]:
             raise CheckpointError(
-                f"{self._checkpoint.folder}: {self._names[name]} has shape {tuple(tensor.shape)}; "
+                f"{self._checkpoint.folder}: {self._names[name]} has shape {shape}; "
                 f"config.json asks for {self._shapes[name]}"
             )
+        stored = self._names[name]
+        tensor = self._checkpoint.tensor(stored) if part is None else self._checkpoint.part(stored, part)
         if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
             raise CheckpointError(
                 f"{self._checkpoint.folder}: {self._names[name]} is stored as {tensor.dtype}; "
@@ -130,6 +166,8 @@ class CheckpointWeights:
         self._num_read += 1
         if self._on_progress is not None:
             self._on_progress(self._num_read / len(self._shapes))
+        if self._config.norm_offset and name.endswith("norm.weight"):
+            return tensor.float() + self._config.norm_offset
         return tensor
 
     def _head_adds_nothing(self) -> bool:
@@ -151,6 +189,32 @@ class CheckpointWeights:
             raise CheckpointError(
                 f"{self._checkpoint.folder}: the tensors do not fit config.json: {'; '.join(problems)}"
             )
+
+
+class RandomWeights:
+    """Weights that no file holds, of the shapes that the config says: what a model costs, without what it knows."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+    ) -> None:
+        self._config = config
+        self._shapes = parameter_shapes(config)
+        self._dtype = dtype
+        self._device = device
+        self._shard = shard
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `CheckpointWeights.read`."""
+        parts = [self._make(part) for part in unfused(name)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _make(self, name: str) -> torch.Tensor:
+        shape = list(self._shapes[name])
+        part = None if self._shard is None else self._shard.part(name, self._config)
+        for dimension, piece in enumerate(part or ()):
+            shape[dimension] = len(range(*piece.indices(shape[dimension])))
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return tensor.fill_(1.0) if name.endswith("norm.weight") else tensor.normal_(std=RANDOM_STD)
 
 
 def unfused(name: str) -> list[str]:

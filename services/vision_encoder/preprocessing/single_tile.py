@@ -1,13 +1,7 @@
-"""Pixels to what the tower takes, with the same numbers as the checkpoint's own Hugging Face image processor.
-
-Resizing and cropping happen in decode workers and give 8-bit values; rescaling and normalising (families.py) follow in
-the tower's thread, so that a quarter of the bytes travels between processes. This module imports neither torch nor
-transformers.
-"""
+"""One tile per picture: the CLIP, SigLIP and LLaVA image processors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,20 +12,24 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
-from services.vision_encoder.resample import FILTERS, resize_window
-
-OPENAI_CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
-OPENAI_CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
-HALF: Final = (0.5, 0.5, 0.5)
-BICUBIC: Final = int(Image.Resampling.BICUBIC)
+from services.vision_encoder.preprocessing.processor_file import (
+    HALF,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+    processor_kind,
+    read_normalization,
+    read_processor,
+    read_resample,
+)
+from services.vision_encoder.resample import resize_window
 
 # Above this, and above the source itself, a resized picture is computed only inside its crop.
 MAX_INTERMEDIATE_PIXELS: Final = 16_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preprocessing:
-    """One image processor, resolved: every field has its value, whatever file or default it came from.
+class SingleTile:
+    """The whole picture, resized and cut to the tower's input.
 
     pad_colour      None: no padding; else the picture is first padded to a square with this colour
     shortest_edge   resize so that the shorter side has this length, or
@@ -56,18 +54,6 @@ class Preprocessing:
         size = self.crop_to or self.resize_to
         assert size is not None
         return size
-
-    def to_json(self) -> str:
-        """Canonical: equal preprocessing gives equal text."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Preprocessing:
-        fields: dict[str, Any] = json.loads(text)
-        for name, value in fields.items():
-            if isinstance(value, list):
-                fields[name] = tuple(value)
-        return cls(**fields)
 
     def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) after resizing. The longer side is truncated, as the reference does."""
@@ -103,41 +89,30 @@ class Preprocessing:
         return np.asarray(self._resize(image).crop(box))  # outside the picture a crop is black, as in the reference
 
 
-def load_preprocessing(folder: Path, vision_config: Mapping[str, Any]) -> Preprocessing:
+def load_single_tile(folder: Path, vision_config: Mapping[str, Any]) -> SingleTile:
     """Resolve the checkpoint's processor files; what they leave open comes from the model's `vision_config`.
 
     Raises UnsupportedCheckpoint if the processor does something that is not implemented.
     """
-    raw = _read_processor(folder)
+    raw = read_processor(folder)
     is_siglip = str(vision_config.get("model_type", "")).startswith("siglip")
-    kind = str(raw.get("image_processor_type") or ("SiglipImageProcessor" if is_siglip else "CLIPImageProcessor"))
-    kind = kind.removesuffix("Fast").removesuffix("Pil")
+    kind = processor_kind(raw, "SiglipImageProcessor" if is_siglip else "CLIPImageProcessor")
     if kind not in ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor"):
         raise UnsupportedCheckpoint(
             f"image_processor_type {kind!r} is not supported; supported: CLIP, SigLIP and LLaVA image processors"
         )
-    mean = tuple(raw.get("image_mean") or (HALF if kind.startswith("Siglip") else OPENAI_CLIP_MEAN))
-    std = tuple(raw.get("image_std") or (HALF if kind.startswith("Siglip") else OPENAI_CLIP_STD))
+    defaults = (HALF, HALF) if kind == "SiglipImageProcessor" else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    mean = tuple(raw.get("image_mean") or defaults[0])
     pads = kind == "LlavaImageProcessor" and bool(raw.get("do_pad", False))
-    normalizes = raw.get("do_normalize", True)
     shortest_edge, resize_to, crop_to = _sizes(raw, kind, int(vision_config["image_size"]))
-    return Preprocessing(
+    return SingleTile(
         pad_colour=tuple(int(value * 255) for value in mean) if pads else None,
         shortest_edge=shortest_edge,
         resize_to=resize_to,
         crop_to=crop_to,
-        resample=_resample(raw),
-        rescale_factor=float(raw.get("rescale_factor", 1 / 255)) if raw.get("do_rescale", True) else 1.0,
-        mean=mean if normalizes else (0.0, 0.0, 0.0),
-        std=std if normalizes else (1.0, 1.0, 1.0),
+        resample=read_resample(raw),
+        **asdict(read_normalization(raw, *defaults)),
     )
-
-
-def _resample(raw: Mapping[str, Any]) -> int:
-    resample = int(raw.get("resample", BICUBIC))
-    if resample not in FILTERS:
-        raise UnsupportedCheckpoint(f"the image processor's resample {resample} is not one of {sorted(FILTERS)}")
-    return resample
 
 
 def _sizes(
@@ -159,21 +134,6 @@ def _sizes(
         "the image processor must resize to a height and a width, or to a shortest_edge followed by a centre crop; "
         f"this one has do_resize={raw.get('do_resize', True)}, do_center_crop={crops}, size={size}"
     )
-
-
-def _read_processor(folder: Path) -> dict[str, Any]:
-    """transformers 5 nests the image processor in processor_config.json; earlier: preprocessor_config.json."""
-    nested = _read_json(folder / "processor_config.json").get("image_processor")
-    return nested if isinstance(nested, dict) else _read_json(folder / "preprocessor_config.json")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    parsed = json.loads(file.read_text())
-    if not isinstance(parsed, dict):
-        raise UnsupportedCheckpoint(f"{file} does not hold a JSON object")
-    return parsed
 
 
 def _pad_to_square(image: Image.Image, colour: tuple[int, ...]) -> Image.Image:

@@ -1,0 +1,82 @@
+"""Which part of the model one of several ranks holds, by Megatron's scheme.
+
+The first product of each half of a layer is split by its outputs (query, key and value by heads; gate and up by
+features), the second (o_proj, down_proj) by its inputs, so that a half needs one sum over the ranks, after its second
+product, and nothing in between. With more ranks than KV heads each KV head is held by several ranks. The head is split
+by rows of the vocabulary, because all of it is read for every token; the embedding is held by rank 0 alone, which
+hands the input rows of a step, images included, to the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+from services.text_engine.models.config import ConfigError, ModelConfig
+
+SPLIT_BY_ROWS: Final = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+SPLIT_BY_COLUMNS: Final = ("o_proj", "down_proj")
+HEAD_ROWS_MULTIPLE: Final = 8  # keeps the rows of every rank's logits aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `index` of `size`. Every tensor of a layer has the same shape on each of them."""
+
+    index: int
+    size: int
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The decoder that this rank runs: fewer heads and features. Raises ConfigError if they do not divide."""
+        for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+            if count % self.size:
+                raise ConfigError(f"tensor_parallel_size is {self.size}; it must divide the model's {name} = {count}")
+        num_kv_heads = config.num_kv_heads
+        if num_kv_heads % self.size and self.size % num_kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.size}; it must divide the model's num_key_value_heads = {num_kv_heads} "
+                "or be a multiple of it"
+            )
+        return dataclasses.replace(
+            config,
+            num_heads=config.num_heads // self.size,
+            num_kv_heads=max(1, num_kv_heads // self.size),
+            intermediate_size=config.intermediate_size // self.size,
+        )
+
+    def part(self, name: str, config: ModelConfig) -> tuple[slice, ...] | None:
+        """The part of the tensor `name` (ours, not fused; the whole model's config) that this rank reads; None: all."""
+        owner, _, kind = name.rpartition(".")
+        matrix = owner.rpartition(".")[2]
+        if name == "lm_head.weight":
+            return (self.head_rows(config.vocab_size),)
+        if matrix in SPLIT_BY_ROWS:
+            return (self._rows(matrix, config),)
+        if matrix in SPLIT_BY_COLUMNS and kind == "weight":
+            is_output = matrix == "o_proj"
+            columns = config.num_heads * config.head_dim if is_output else config.intermediate_size
+            return (slice(None), self._even(columns))
+        return None
+
+    def head_rows(self, vocab_size: int) -> slice:
+        """Rows of the vocabulary whose logits this rank computes; the last ranks may have fewer than the others."""
+        each = head_rows_of_a_rank(vocab_size, self.size)
+        return slice(min(self.index * each, vocab_size), min((self.index + 1) * each, vocab_size))
+
+    def _rows(self, matrix: str, config: ModelConfig) -> slice:
+        if matrix == "q_proj":
+            return self._even(config.num_heads * config.head_dim)
+        if matrix in ("k_proj", "v_proj"):
+            num_held = max(1, config.num_kv_heads // self.size)
+            first = self.index * config.num_kv_heads // self.size
+            return slice(first * config.head_dim, (first + num_held) * config.head_dim)
+        return self._even(config.intermediate_size)
+
+    def _even(self, count: int) -> slice:
+        each = count // self.size
+        return slice(self.index * each, (self.index + 1) * each)
+
+
+def head_rows_of_a_rank(vocab_size: int, size: int) -> int:
+    return -(-vocab_size // size // HEAD_ROWS_MULTIPLE) * HEAD_ROWS_MULTIPLE

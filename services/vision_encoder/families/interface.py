@@ -1,0 +1,76 @@
+"""What a model family must offer, and the fingerprint that names everything its embeddings depend on.
+
+A family answers two questions with one rule, so that they cannot disagree: how an image will stand in the prompt, from
+its size alone, and which rows stand there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from services.vision_encoder.preprocessing.interface import Preprocessing
+from services.vision_encoder.preprocessing.registry import to_json
+from shared.hashing import digest
+from shared.torch_io import dtype_name
+from shared.wire import ImageMetadata
+
+# Raise when a change of our code changes embeddings: keys of older versions are then never read again.
+CODE_SCHEME: Final = b"diptych-encoder-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image as the family's preprocessing left it.
+
+    pixels          8-bit [num_tiles, 3, height, width]
+    width, height   of the upright picture that the tiles were made of
+    """
+
+    pixels: Tensor
+    width: int
+    height: int
+
+
+class Family(Protocol):
+    """One loaded model. `prepare_weights` once, then `encode` from one thread."""
+
+    @property
+    def preprocessing(self) -> Preprocessing: ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of an embedding row: the text model's hidden size."""
+        ...
+
+    def describe(self, width: int, height: int) -> ImageMetadata:
+        """How an upright image of this size stands in a prompt, and how many rows it becomes: from its header alone."""
+        ...
+
+    def fingerprint(self, dtype: torch.dtype, background: tuple[int, int, int]) -> str:
+        """Hex digest over everything but the image that changes an embedding."""
+        ...
+
+    def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None: ...
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        """Per image [num_tokens, hidden_size], as many rows as `describe` announced; all pixels are of one shape."""
+        ...
+
+
+def fingerprint(
+    *,
+    weights_digest: bytes,
+    preprocessing: Preprocessing,
+    choices: Mapping[str, object],
+    dtype: torch.dtype,
+    background: tuple[int, int, int],
+) -> str:
+    """choices   whatever of the model's config changes its rows and is not in the weights"""
+    rest = json.dumps({**choices, "dtype": dtype_name(dtype), "background": background}, sort_keys=True)
+    return digest(CODE_SCHEME, weights_digest, rest.encode(), to_json(preprocessing).encode()).hex()

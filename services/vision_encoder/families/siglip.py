@@ -1,0 +1,64 @@
+"""The part that SmolVLM and Gemma 3 share: a SigLIP tower to its very end, then a connector that makes fewer rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from services.vision_encoder.families.features import normalize
+from services.vision_encoder.preprocessing.interface import Preprocessing
+from services.vision_encoder.towers import TowerConfig, VisionTower
+from services.vision_encoder.weights import TOWER_PREFIXES, WeightReader, load_tower, prepare
+
+
+class Connector(nn.Module):
+    """features [num_tiles, num_positions, tower width] -> [num_tiles, num_rows, output_size]"""
+
+    num_rows: int
+    output_size: int
+
+
+@dataclass(slots=True)
+class SiglipFeatures:
+    """Tower, its last norm, and connector of one checkpoint."""
+
+    tower: VisionTower
+    post_layernorm: nn.LayerNorm
+    connector: Connector
+
+    @property
+    def choices(self) -> dict[str, object]:
+        """For the fingerprint: what changes rows and is not in the weights."""
+        return {
+            "hidden_act": self.tower.config.hidden_act,
+            "layer_norm_eps": self.tower.config.layer_norm_eps,
+            "num_heads": self.tower.config.num_heads,
+            "num_rows": self.connector.num_rows,
+        }
+
+    def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
+        for module in (self.tower, self.post_layernorm, self.connector):
+            prepare(module, device, dtype)
+
+    @torch.inference_mode()
+    def __call__(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
+        """8-bit tiles [num_tiles, 3, height, width] -> [num_tiles, num_rows, output_size]"""
+        weight = self.tower.position_embedding
+        pixels = normalize(tiles.to(weight.device), preprocessing).to(weight.dtype)
+        [features] = self.tower(pixels)
+        rows: Tensor = self.connector(self.post_layernorm(features))
+        return rows
+
+
+def load_siglip(reader: WeightReader, config: TowerConfig) -> tuple[VisionTower, nn.LayerNorm]:
+    """All layers of the tower and the norm behind them."""
+    tower = load_tower(reader, config, (config.num_layers,))
+    norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps, device="meta")
+    state = {
+        kind: reader.read(TOWER_PREFIXES, f"post_layernorm.{kind}", (config.hidden_size,))
+        for kind in ("weight", "bias")
+    }
+    norm.load_state_dict(state, assign=True)
+    return tower, norm
