@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -17,12 +18,17 @@ DRIP_S = 0.2
 
 
 class PictureServer:
-    """Serves by path: good, status/404, empty, silent, drip, reset, large, endless, gzip, to?url=, hops/5."""
+    """Serves by path: good, status/404, empty, silent, drip, reset, large, endless, gzip, to?url=, hops/5.
+
+    flaky/2          fails as often before it delivers; flaky-reset/2 by breaking the connection
+    cached?control=  with this Cache-Control and the ETag "v1", which a conditional request is answered 304 for
+    """
 
     def __init__(self) -> None:
         self.port = 0
         self.requests: list[str] = []
         self.num_waiting = 0  # connections kept silent
+        self.num_failures: Counter[str] = Counter()  # by path
 
     @property
     def base(self) -> str:
@@ -34,7 +40,7 @@ class PictureServer:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             path = head.split(" ")[1]
             self.requests.append(head)
-            await self._answer(path, reader, writer)
+            await self._answer(path, head, reader, writer)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass  # the other side left, which is what some tests are about
@@ -43,7 +49,7 @@ class PictureServer:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, path: str, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         parts = urlsplit(path)
         name, _, argument = parts.path.strip("/").partition("/")
         match name:
@@ -51,6 +57,18 @@ class PictureServer:
                 _respond(writer, 200, PICTURE)
             case "status":
                 _respond(writer, int(argument), b"sorry")
+            case "flaky" | "flaky-reset" if self.num_failures[path] < int(argument):
+                self.num_failures[path] += 1
+                if name == "flaky":
+                    _respond(writer, 503, b"sorry")
+                else:
+                    _reset(writer)
+            case "flaky" | "flaky-reset":
+                _respond(writer, 200, PICTURE)
+            case "cached":
+                fields = [f"Cache-Control: {parse_qs(parts.query)['control'][0]}", 'ETag: "v1"']
+                is_known = 'If-None-Match: "v1"' in head
+                _respond(writer, 304 if is_known else 200, b"" if is_known else PICTURE, *fields)
             case "empty":
                 _respond(writer, 200, b"")
             case "gzip":

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable
+from typing import Final
 
 from shared.errors import Unauthorized
 
+ANONYMOUS: Final = "anonymous"
+_NAMED_KEY: Final = re.compile(r"([A-Za-z0-9_.-]{1,32}):(.+)", re.DOTALL)
+
 
 class Keyring:
-    """The keys that open this gateway; an empty one is open to all."""
+    """The keys that open this gateway; an empty one is open to all.
+
+    keys   "key", or "name:key" for a name in metrics and limits; without one it is called after its digest
+    """
 
     def __init__(self, keys: Iterable[str]) -> None:
         # Digests have one length, so a comparison tells nothing about a key's own length either.
-        self._digests = [_digest(key) for key in keys]
+        self._names = dict(_name_and_digest(key) for key in keys)
 
-    def check(self, authorization: str | None) -> None:
-        """`authorization` is the header's value. Raises Unauthorized without saying what was given."""
-        if not self._digests:
-            return
+    def check(self, authorization: str | None) -> str:
+        """The name of the key in the header's value. Raises Unauthorized without saying what was given."""
+        if not self._names:
+            return ANONYMOUS
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("an API key is needed: send the header 'Authorization: Bearer <key>'")
         given = _digest(key.strip())
         # Every key is compared: how long it takes does not tell which one it was.
-        num_matches = sum(hmac.compare_digest(given, known) for known in self._digests)
-        if not num_matches:
+        matches = [name for known, name in self._names.items() if hmac.compare_digest(given, known)]
+        if not matches:
             raise Unauthorized("the API key is not valid")
+        return matches[0]
+
+
+def _name_and_digest(entry: str) -> tuple[bytes, str]:
+    named = _NAMED_KEY.fullmatch(entry)
+    digest = _digest(named.group(2) if named else entry)
+    return digest, named.group(1) if named else f"key-{digest.hex()[:8]}"
 
 
 def _digest(key: str) -> bytes:

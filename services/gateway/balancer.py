@@ -6,6 +6,7 @@ Pure bookkeeping over `Replica`s: no sockets, no clock of its own; `discovery` k
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,6 +26,9 @@ LOAD_FACTOR = 1.25
 FAILURES_BEFORE_EJECTION = 3
 FIRST_EJECTION_S = 1.0
 LONGEST_EJECTION_S = 30.0
+# A replica that has just become ready has cold caches and often cold kernels: its share grows from a tenth.
+SLOW_START_S = 10.0
+FIRST_SHARE = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +38,7 @@ class Replica(Generic[Info]):
     ready         the last probe of /ready said 200
     info          what it published about itself; None until first ready
     outstanding   requests of this gateway that it works on
+    ready_since   when a probe found it ready after it had not been
     """
 
     url: str
@@ -44,6 +49,7 @@ class Replica(Generic[Info]):
     failed_at: float = -math.inf
     ejected_until: float = 0.0
     num_missed_probes: int = 0
+    ready_since: float = -math.inf
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -78,9 +84,11 @@ class Replica(Generic[Info]):
 class Pool(Generic[Info]):
     """The replicas of one service."""
 
-    def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
+    def __init__(self, clock: Callable[[], float], rng: random.Random, *, by_turns: bool = False) -> None:
+        """by_turns   `least_loaded` goes round instead, looking at nothing"""
         self._clock = clock
         self._rng = rng
+        self._turns = itertools.count() if by_turns else None
         self._replicas: dict[str, Replica[Info]] = {}
 
     @property
@@ -106,6 +114,22 @@ class Pool(Generic[Info]):
         now = self._clock()
         return [replica for replica in ready if replica.ejected_until <= now] or ready
 
+    def probed(self, replica: Replica[Info], *, ready: bool, info: Info | None) -> None:
+        """What a probe has found out."""
+        if ready and not replica.ready:
+            replica.ready_since = self._clock()
+        replica.probed(ready, info)
+
+    def loads(self, candidates: list[Replica[Info]]) -> dict[Replica[Info], float]:
+        """Outstanding requests, the next one included, over the share of work that a replica is ready for.
+
+        The share grows from FIRST_SHARE of the warmest one's to all of it: replicas that start together share evenly.
+        """
+        now = self._clock()
+        warmth = {r: min(1.0, max(FIRST_SHARE, (now - r.ready_since) / SLOW_START_S)) for r in candidates}
+        warmest = max(warmth.values())
+        return {replica: (replica.outstanding + 1) * warmest / warmth[replica] for replica in candidates}
+
     def note(self, replica: Replica[Info], error: BaseException | None) -> None:
         """How work at `replica` ended; a request refused for its own sake speaks for the replica, not against it."""
         if isinstance(error, NotReady):
@@ -119,11 +143,14 @@ class Pool(Generic[Info]):
         """The emptier of two random replicas, or the one that `affinity` prefers if that is about as empty."""
         if not candidates:
             return None
+        if self._turns is not None:
+            return candidates[next(self._turns) % len(candidates)]
         pair = self._rng.sample(candidates, min(2, len(candidates)))
-        emptier = min(pair, key=lambda replica: replica.outstanding)
         preferred = max(candidates, key=lambda replica: rendezvous_score(affinity, replica.url))
+        loads = self.loads([*pair, preferred])
+        emptier = min(pair, key=lambda replica: loads[replica])
         slack = max(AFFINITY_SLACK, int(AFFINITY_SLACK_SHARE * emptier.outstanding))
-        return preferred if preferred.outstanding <= emptier.outstanding + slack else emptier
+        return preferred if loads[preferred] <= loads[emptier] + slack else emptier
 
 
 def without_latest_failure(candidates: list[Replica[Info]]) -> list[Replica[Info]]:

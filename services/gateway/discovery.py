@@ -104,15 +104,15 @@ class Discovery(Generic[PublishedInfo]):
             async with asyncio.timeout(self._probe_timeout_s):
                 info = await self._ask(replica.url)
             replica.num_missed_probes = 0
-            replica.probed(ready=info is not None, info=info)
+            self._pool.probed(replica, ready=info is not None, info=info)
         except (TimeoutError, httpx.TimeoutException):
             replica.num_missed_probes += 1
             reason = "no answer"
             if replica.num_missed_probes > MAX_MISSED_PROBES:
-                replica.probed(ready=False, info=None)
+                self._pool.probed(replica, ready=False, info=None)
         except (httpx.HTTPError, ValidationError) as error:
             reason = type(error).__name__
-            replica.probed(ready=False, info=None)
+            self._pool.probed(replica, ready=False, info=None)
         if replica.ready != was_ready:
             state = "ready" if replica.ready else "not ready"
             log.info("replica changed", target=self._service, replica=replica.url, state=state, reason=reason)

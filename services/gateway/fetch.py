@@ -1,11 +1,12 @@
-"""Fetches one image over http(s): guarded connections, redirects by hand, one deadline, a size cap.
+"""Fetches one image over http(s): guarded connections, redirects by hand, one deadline, a size cap, a few retries.
 
-Nothing is kept: a connection serves one fetch and is closed with it.
+No connection is kept: each serves one request and is closed with it. Pictures are, where their servers allow it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -14,10 +15,19 @@ from urllib.parse import urljoin
 import httpcore
 
 from services.gateway.net_guard import FetchTarget, NetGuard, parse_url
+from services.gateway.picture_cache import PictureCache
 from shared.errors import ForbiddenUrl, ImageFetchFailed, ImageTooLarge
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 USER_AGENT = b"diptych-gateway"
+# The server could not answer just now; RFC 9110 lets a client ask again.
+TRANSIENT_STATUSES = frozenset({429, 502, 503, 504})
+MAX_ATTEMPTS = 3
+FIRST_BACKOFF_S = 0.1
+
+
+class TransientFailure(ImageFetchFailed):
+    """The same request may succeed a moment later; not before `retry_after_s`, if the server named a time."""
 
 
 class GuardedBackend(httpcore.AsyncNetworkBackend):
@@ -83,8 +93,11 @@ class ImageFetcher:
         timeout_s: float,
         max_redirects: int,
         max_fetches_per_host: int,
+        max_cached_bytes: int,
         ssl_context: ssl.SSLContext,
     ) -> None:
+        self._guard = guard
+        self._cache = PictureCache(max_cached_bytes)
         self._timeout_s = timeout_s
         self._max_redirects = max_redirects
         self._limits = HostLimits(max_fetches_per_host)
@@ -111,8 +124,9 @@ class ImageFetcher:
     async def _follow(self, url: str, max_bytes: int) -> bytes:
         for _ in range(self._max_redirects + 1):
             target = parse_url(url)
+            self._guard.check_host(target.host)
             async with self._limits.slot(target.host):
-                answer = await self._get(target, max_bytes)
+                answer = await self._get_patiently(target, max_bytes)
             if isinstance(answer, bytes):
                 return answer
             try:
@@ -121,8 +135,26 @@ class ImageFetcher:
                 raise ImageFetchFailed(f"{target.host!r} redirects to a malformed URL") from error
         raise ImageFetchFailed(f"more than {self._max_redirects} redirects")
 
+    async def _get_patiently(self, target: FetchTarget, max_bytes: int) -> bytes | str:
+        """As `_get`, asked again after a pause where that may help; the deadline of the whole fetch goes on."""
+        for attempt in range(MAX_ATTEMPTS - 1):
+            try:
+                return await self._get(target, max_bytes)
+            except TransientFailure as failure:
+                wait_s = failure.retry_after_s or 0.0
+                if wait_s > self._timeout_s:
+                    raise
+                backoff_s = FIRST_BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+                await asyncio.sleep(max(backoff_s, wait_s))
+        return await self._get(target, max_bytes)
+
     async def _get(self, target: FetchTarget, max_bytes: int) -> bytes | str:
         """The body, or where a redirect points."""
+        stored = self._cache.get(target.url)
+        if stored is not None and len(stored.data) > max_bytes:
+            stored = None
+        if stored is not None and self._cache.is_fresh(stored):
+            return stored.data
         url = httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path_and_query)
         headers = [
             (b"Host", target.host_header.encode()),
@@ -130,19 +162,34 @@ class ImageFetcher:
             (b"Accept", b"image/*,*/*;q=0.1"),
             (b"Accept-Encoding", b"identity"),
             (b"Connection", b"close"),
+            *(stored.conditions if stored is not None else ()),
         ]
         try:
             async with self._http.stream("GET", url, headers=headers) as response:
                 fields = {name.lower(): value for name, value in response.headers}
                 if response.status in REDIRECTS and b"location" in fields:
                     return fields[b"location"].decode("latin-1")
+                if response.status == 304 and stored is not None:
+                    self._cache.renew(target.url, fields)
+                    return stored.data
                 _check_answer(target, response.status, fields, max_bytes)
-                return await _read(response, max_bytes)
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, ssl.SSLError) as error:
+                data = await _read(response, max_bytes)
+                self._cache.put(target.url, data, fields)
+                return data
+        except (httpcore.ProtocolError, ssl.SSLError) as error:
             raise ImageFetchFailed(f"the connection to {target.host!r} failed: {_reason(error)}") from error
+        except (httpcore.NetworkError, httpcore.TimeoutException) as error:
+            failure = ImageFetchFailed if isinstance(error.__cause__, ssl.SSLError) else TransientFailure
+            raise failure(f"the connection to {target.host!r} failed: {_reason(error)}") from error
 
 
 def _check_answer(target: FetchTarget, status: int, fields: dict[bytes, bytes], max_bytes: int) -> None:
+    if status in TRANSIENT_STATUSES:
+        wait = fields.get(b"retry-after", b"")
+        raise TransientFailure(
+            f"{target.host!r} answered the request for the image with status {status}",
+            retry_after_s=float(min(int(wait), 2**31)) if wait.isdigit() else None,
+        )
     if status != 200:
         raise ImageFetchFailed(f"{target.host!r} answered the request for the image with status {status}")
     if fields.get(b"content-encoding", b"identity").lower() not in (b"identity", b""):

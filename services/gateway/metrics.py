@@ -1,6 +1,7 @@
 """What the gateway counts: requests by route and outcome, times per stage, where images came from, replicas' health.
 
-Labels are bounded: routes are templates, outcomes are codes of the error tree, stages are `shared.wire.Stage`.
+Labels are bounded: routes are templates, outcomes are codes of the error tree, stages are `shared.wire.Stage`, keys
+are the names in the settings.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ class GatewayMetrics:
             registry=registry,
         )
 
+        self._key_requests = Counter(
+            f"{_NAME}key_requests", "Requests answered, by the API key's name.", ["key"], registry=registry
+        )
+        self._key_tokens = Counter(
+            f"{_NAME}key_tokens",
+            "Tokens of answered requests, by the API key's name; cached and image tokens are prompt tokens too.",
+            ["key", "kind"],
+            registry=registry,
+        )
+
     def answered(self, route: str, status: int, trace: Trace) -> None:
         self._requests.labels(route, str(status), trace.outcome).inc()
         self._duration.labels(route).observe(trace.elapsed_s)
@@ -54,6 +65,20 @@ class GatewayMetrics:
             self._first_token.labels(route).observe(trace.first_token_s)
         for stage, seconds in trace.stages.items():
             self._stages.labels(stage).observe(seconds)
+        if trace.key_name is not None:
+            self._account(trace.key_name, trace)
+
+    def _account(self, key: str, trace: Trace) -> None:
+        self._key_requests.labels(key).inc()
+        counts = {
+            "prompt": trace.num_prompt_tokens,
+            "image": trace.num_image_tokens,
+            "cached": trace.num_cached_tokens,
+            "generated": trace.num_generated_tokens,
+        }
+        for kind, count in counts.items():
+            if count:
+                self._key_tokens.labels(key, kind).inc(count)
 
 
 class StateCollector:

@@ -78,12 +78,18 @@ class FetchTarget:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
+    @property
+    def url(self) -> str:
+        """One spelling for all that mean the same request."""
+        return f"{self.scheme}://{self.host_header}{self.path_and_query}"
+
 
 class NetGuard:
     """Decides about URLs and addresses.
 
     allow_private_addresses   lifts the address check altogether
     allowed_hosts             "host" or "host:port" entries whose addresses are not checked
+    denied_hosts, only_hosts  "host", or ".domain" for all below it: never asked; if given, the only ones asked
     """
 
     def __init__(
@@ -92,10 +98,19 @@ class NetGuard:
         *,
         allow_private_addresses: bool = False,
         allowed_hosts: Iterable[str] = (),
+        denied_hosts: Iterable[str] = (),
+        only_hosts: Iterable[str] = (),
     ) -> None:
         self._allow_private_addresses = allow_private_addresses
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+        self._denied_hosts = frozenset(host.lower() for host in denied_hosts)
+        self._only_hosts = frozenset(host.lower() for host in only_hosts)
         self._resolve = resolve
+
+    def check_host(self, host: str) -> None:
+        """Raises ForbiddenUrl if this server's operator does not want pictures from there."""
+        if _is_listed(host, self._denied_hosts) or (self._only_hosts and not _is_listed(host, self._only_hosts)):
+            raise ForbiddenUrl(f"pictures from the host {host!r} are not fetched by this server")
 
     async def addresses(self, host: str, port: int) -> list[str]:
         """Every address of `host`, all of them allowed.
@@ -200,3 +215,10 @@ class HostResolver:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_listed(host: str, hosts: frozenset[str]) -> bool:
+    """Itself, or one of the domains above it written with a leading dot."""
+    name = host.lower().rstrip(".")
+    labels = name.split(".")
+    return name in hosts or any("." + ".".join(labels[i:]) in hosts for i in range(1, len(labels)))

@@ -10,15 +10,20 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Trace:
-    """Filled in along the way. `stages` maps a stage of `shared.wire.Stage` to seconds."""
+    """Filled in along the way. `stages` maps a stage of `shared.wire.Stage` to seconds.
+
+    key_name   of the API key that it counts for; None until it was let in
+    """
 
     request_id: str
     started_at: float = field(default_factory=time.perf_counter)
     stages: dict[str, float] = field(default_factory=dict)
     outcome: str = "ok"
+    key_name: str | None = None
     model: str | None = None
     num_images: int = 0
     num_prompt_tokens: int | None = None
+    num_image_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_generated_tokens: int | None = None
     first_token_s: float | None = None

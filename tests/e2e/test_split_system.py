@@ -272,20 +272,29 @@ def test_text_before_a_picture_is_prefilled_while_the_picture_is_encoded(system:
     assert timings["prefill"] > 1  # counted from its first token, which was computed at once
 
 
-def test_clients_that_leave_while_their_pictures_are_on_the_way_leave_nothing(system: System):
-    """Case D6 through all services: hung up before admission, during the encode, during the answer."""
+def test_five_hundred_clients_that_leave_at_any_moment_leave_nothing(system: System):
+    """Case D6 through all services: with new, shared and known pictures or none, streamed or not, at any stage."""
     rng = random.Random(5)
-    bodies = [user(f"Number {i}: ", picture(), LONG_TEXT) for i in range(24)]
+    shared, known = picture(), picture()
+    system.ask(user("What is it?", known))
 
-    def leave(turn: Turn) -> None:
-        with hung_up(system, turn, stream=rng.random() < 0.5) as hang_up:
-            time.sleep(rng.choice([0, 0.005, 0.02, 0.1, 0.3]))
+    def turn(number: int) -> Turn:
+        image: tuple[bytes, ...] = ((), (picture(),), (shared,), (known,))[number % 4]
+        return user(f"Number {number}: ", *image, LONG_TEXT)
+
+    def leave(number: int, delay_s: float, stream: bool) -> None:
+        with hung_up(system, turn(number), stream=stream) as hang_up:
+            time.sleep(delay_s)
             hang_up()
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(leave, bodies))
-    system.assert_idle()
+    delays = [rng.choice([0, 0.002, 0.01, 0.03, 0.1, 0.3]) for _ in range(500)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(leave, range(500), delays, (rng.random() < 0.5 for _ in range(500))))
+    system.assert_idle(within_s=20)
     system.assert_serves()
+    assert system.engine.metric("num_requests_running") == 0
+    assert system.engine.metric("num_requests_waiting") == 0
+    assert system.engine.metric("kv_cache_usage_perc") == 0
 
 
 # --- bad pictures -----------------------------------------------------------------------------------------------------

@@ -226,6 +226,51 @@ def test_what_a_picture_server_does_wrong_is_told(stack: Stack, pictures: Pictur
     assert stack.num_encodes() == 0
 
 
+@pytest.mark.parametrize("kind", ["flaky", "flaky-reset"])
+def test_a_server_that_fails_for_a_moment_is_asked_again_but_not_for_ever(
+    stack: Stack, pictures: PictureServer, kind: str
+):
+    assert num_image_tokens(stack.ask(f"{pictures.base}/{kind}/2")) == IMAGE_TOKENS
+    assert pictures.num_failures[f"/{kind}/2"] == 2
+    assert_openai_error(stack.ask(f"{pictures.base}/{kind}/99"), 400, "image_fetch_failed")
+    assert pictures.num_failures[f"/{kind}/99"] == 3
+
+
+def test_what_cannot_change_is_asked_once(stack: Stack, pictures: PictureServer):
+    pictures.requests.clear()
+    assert_openai_error(stack.ask(f"{pictures.base}/status/404"), 400, "image_fetch_failed")
+    assert len(pictures.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("control", "requests"),
+    [("max-age=60", 1), ("no-cache", 2), ("max-age=0", 2), ("no-store", 2), ("private,max-age=60", 2)],
+)
+def test_a_picture_is_fetched_again_only_as_its_server_wants_it(
+    stack: Stack, pictures: PictureServer, control: str, requests: int
+):
+    pictures.requests.clear()
+    for _ in range(2):
+        assert num_image_tokens(stack.ask(f"{pictures.base}/cached?control={control}")) == IMAGE_TOKENS
+    assert len(pictures.requests) == requests
+    if requests == 2:
+        may_be_kept = control in ("no-cache", "max-age=0")
+        assert ('If-None-Match: "v1"' in pictures.requests[1]) is may_be_kept
+
+
+def test_hosts_can_be_denied_or_named_one_by_one(pictures: PictureServer):
+    with running_stack(allowed_hosts=("localhost",), denied_hosts=("localhost",)) as stack:
+        assert_openai_error(stack.ask(f"{pictures.base}/good"), 400, "forbidden_url")
+    with running_stack(allowed_hosts=("localhost",), only_hosts=("pictures.example",)) as stack:
+        assert_openai_error(stack.ask(f"{pictures.base}/good"), 400, "forbidden_url")
+    with running_stack(allowed_hosts=("localhost",), only_hosts=("localhost",)) as stack:
+        pictures.requests.clear()
+        url = quote(f"http://127.0.0.1:{pictures.port}/good")
+        assert_openai_error(stack.ask(f"{pictures.base}/to?url={url}"), 400, "forbidden_url")
+        assert num_image_tokens(stack.ask(f"{pictures.base}/good")) == IMAGE_TOKENS
+        assert len(pictures.requests) == 2
+
+
 def test_an_unknown_host_and_a_closed_port_are_told(stack: Stack):
     """Case A25."""
     assert_openai_error(stack.ask("http://no-such-host.invalid/a.png"), 400, "image_fetch_failed")
@@ -314,6 +359,47 @@ def test_a_redirect_to_a_malformed_url_is_the_remote_hosts_fault(stack: Stack, p
         "127%2e0%2e0%2e1",
         "\u2460\u2461\u2466.0.0.1",
         "127\u30020\u30020\u30021",
+        "127.0.0.2",
+        "127.255.255.254",
+        "127.0.1",
+        "127.000.000.001",
+        "0127.0.0.1",
+        "0x7F.0x0.0x0.0x1",
+        "0X7F000001",
+        "017700000001",
+        "127.0.0.1.",
+        "127.0.0.1..",
+        "0.0.0.0.",
+        "00000000000",
+        "0x0",
+        "4294967296",
+        "2130706433.",
+        "[::ffff:0:127.0.0.1]",
+        "[0:0:0:0:0:0:0:1]",
+        "[0000::0001]",
+        "[::1%25lo]",
+        "[::1%lo]",
+        "[::ffff:7f01]",
+        "[2002:7f00:1::]",
+        "[2001:0:7f00:1::1]",
+        "[fe80::1%25eth0]",
+        "[fd00::1]",
+        "localhost@localhost",
+        "a:b@localhost",
+        "@localhost",
+        "localhost:80@127.0.0.1",
+        "localhost%00.example.com",
+        "localhost%23.example.com",
+        "localhost\\\\@example.com",
+        "example.com\\\\@localhost",
+        "LocalHost.",
+        "\u24db\u24de\u24d2\u24d0\u24db\u24d7\u24de\u24e2\u24e3",
+        "\uff11\uff12\uff17.0.0.1",
+        "127\uff0e0\uff0e0\uff0e1",
+        "127.0.0.1\u200b",
+        "localhost\u00ad",
+        "ip6-localhost",
+        "ip6-loopback",
     ],
 )
 def test_loopback_is_refused_however_it_is_spelled(strict_stack: Stack, canary: Canary, host: str):

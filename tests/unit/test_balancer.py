@@ -12,6 +12,7 @@ import pytest
 from services.gateway.balancer import (
     AFFINITY_SLACK,
     LONGEST_EJECTION_S,
+    SLOW_START_S,
     Pool,
     Replica,
     by_rendezvous,
@@ -202,6 +203,38 @@ def test_a_replica_that_is_not_ready_is_out_until_a_probe_says_otherwise():
     assert starting not in pool.available()
     starting.probed(ready=True, info=None)
     assert starting in pool.available()
+
+
+def test_a_replica_that_joins_gets_a_growing_share_and_in_the_end_its_own():
+    clock = Clock()
+    pool = pool_of(3, clock)
+    newcomer = pool.replicas[0]
+    pool.probed(newcomer, ready=False, info=None)
+    pool.probed(newcomer, ready=True, info="model")
+    shares = []
+    for _ in range(4):
+        for replica in pool.replicas:
+            replica.outstanding = 0
+        for index in range(300):
+            chosen = pool.least_loaded(pool.available(), key(index))
+            assert chosen is not None
+            chosen.outstanding += 1
+        shares.append(newcomer.outstanding)
+        clock.now += SLOW_START_S / 2.5
+    assert shares[0] < 30
+    assert shares == sorted(shares)
+    assert 85 <= shares[-1] <= 115
+
+
+def test_replicas_that_start_together_share_from_the_first_request_on():
+    clock = Clock()
+    pool: Pool[str] = Pool(clock, random.Random(7))
+    pool.update(["http://a", "http://b"])
+    for replica in pool.replicas:
+        pool.probed(replica, ready=True, info="model")
+        clock.now += 0.5
+    first, second = pool.replicas
+    assert pool.loads(pool.replicas) == {first: 1.0, second: 1.0}
 
 
 def test_ejections_end_after_a_bounded_time():
