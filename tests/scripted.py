@@ -30,12 +30,15 @@ from shared.wire import (
     NDJSON,
     Admitted,
     ChatMessage,
+    DescribeRequest,
+    DescribeResponse,
     Encoded,
     EncodeFailedEvent,
     EncoderInfo,
     Failed,
     Finished,
     GenerateRequest,
+    ImageMetadata,
     ImageRef,
     ModelInfo,
     Started,
@@ -222,7 +225,7 @@ class ScriptedEngine:
             yield Finished(
                 num_prompt_tokens=num_prompt_tokens,
                 num_image_tokens=num_image_tokens,
-                num_cached_tokens=(num_prompt_tokens - 1) // 16 * 16,
+                num_cached_tokens=max(0, num_prompt_tokens - 1) // 16 * 16,
                 num_generated_tokens=num_generated,
                 timings={"queue": 0.001, "transfer": 0.002, "prefill": 0.003, "decode_tokens": 0.004},
             )
@@ -236,7 +239,7 @@ class ScriptedEngine:
 def _answer(request: GenerateRequest, script: list[str]) -> Iterator[Tokens]:
     """The script, cut to `max_tokens` (or repeated up to it where the end is ignored), for every choice in turns."""
     sampling = request.sampling
-    limit = sampling.get("max_tokens") or 2048
+    limit = min(sampling.get("max_tokens") or 2048, 2048)
     words: Iterator[str] = itertools.cycle(script) if sampling.get("ignore_eos") else iter(script)
     texts = [word if index == 0 else f" {word}" for index, word in enumerate(itertools.islice(words, limit))]
     reason = "length" if len(texts) == limit and (sampling.get("ignore_eos") or len(script) > limit) else "stop"
@@ -307,6 +310,14 @@ class ScriptedEncoder:
                 return await self._encode(request.headers[IMAGE_KEY_HEADER], await request.body())
             except ClientDisconnect:
                 return Response(status_code=499)
+
+        @app.post("/v1/describe")
+        async def describe(request: Request) -> Response:
+            asked = DescribeRequest.model_validate_json(await request.body())
+            if self.script.refuse is not None:
+                return error_response(self.script.refuse)
+            images = [ImageMetadata(num_tokens=IMAGE_TOKENS, **size.model_dump()) for size in asked.images]
+            return Response(DescribeResponse(images=images).model_dump_json(), media_type="application/json")
 
         @app.get("/v1/info")
         async def info() -> Response:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.streaming import chat_logprobs, completion_logprobs
+from services.gateway.tool_calls import NumberedCall
 from services.gateway.trace import Trace
 from shared.wire import Finished, TokenLogprob, Tokens
 
@@ -15,12 +17,14 @@ class Choice:
     """One choice of an answer, growing event by event."""
 
     pieces: list[str] = field(default_factory=list)
+    calls: list[NumberedCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, event: Tokens) -> None:
+    def add(self, event: Tokens, calls: Sequence[NumberedCall] = ()) -> None:
         self.pieces.append(event.text)
+        self.calls += calls
         if event.logprobs is not None:
             self.logprobs = self.logprobs if self.logprobs is not None else []
             self.logprobs.extend(event.logprobs)
@@ -32,7 +36,9 @@ class Choice:
         return "".join(self.pieces)
 
     def to_chat(self, index: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.calls:
+            message |= {"content": self.text or None, "tool_calls": [call.to_body() for call in self.calls]}
         return {"index": index, "message": message, "logprobs": chat_logprobs(self.logprobs), **self._end()}
 
     def to_completion(self, index: int) -> dict[str, Any]:
@@ -52,6 +58,7 @@ def usage_of(all_finished: list[Finished], trace: Trace) -> dict[str, Any]:
     for finished in all_finished:
         trace.merge(finished.timings)
     trace.num_prompt_tokens, trace.num_cached_tokens, trace.num_generated_tokens = prompt, cached, generated
+    trace.num_image_tokens = images
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
 from types import FrameType
 
 import httpx
@@ -22,40 +23,49 @@ from services.gateway.balancer import Pool
 from services.gateway.chat import Chat
 from services.gateway.completions import Completions
 from services.gateway.config import GatewaySettings
+from services.gateway.counting import Counting
 from services.gateway.discovery import Discovery
 from services.gateway.fetch import ImageFetcher
+from services.gateway.file_store import FileStore
+from services.gateway.files import FileLimits, Files
 from services.gateway.generation import Generator
 from services.gateway.images import ImageLoader
+from services.gateway.key_limits import KeyLimits
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import GatewayMetrics, StateCollector
 from services.gateway.middleware import RequestScope, trace_of
 from services.gateway.net_guard import HostResolver, NetGuard
+from services.gateway.openapi import document
 from services.gateway.page import page_routes
-from services.gateway.routes import api_routes, model_routes, operator_routes
+from services.gateway.responses import Responses
+from services.gateway.routes import Stories, api_routes, document_routes, file_routes, model_routes, operator_routes
 from services.gateway.vision import Vision
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError
 from shared.http_errors import error_response, install_error_handlers
 from shared.log import configure_logging, get_logger
+from shared.redis_link import RedisLink
 from shared.wire import EncoderInfo, ModelInfo
 
 log = get_logger(__name__)
+FILE_TIMEOUT_S = 2.0  # to write a file to Redis or read it: a picture of 20 MB takes 0.2 s at 1 Gbit/s
 
 
 def create_app(settings: GatewaySettings, lifecycle: Lifecycle | None = None) -> FastAPI:
     """lifecycle   whoever runs the app keeps it to tell it when to drain; None: it never drains"""
     lifecycle = lifecycle or new_lifecycle(settings)
     registry = CollectorRegistry()
+    limits = KeyLimits(max_per_minute=settings.max_requests_per_minute, max_running=settings.max_running_requests)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            await _build(app, settings, lifecycle, registry, stack)
+            await _build(app, settings, lifecycle, limits, registry, stack)
             yield
 
-    # No generated documents: bodies are read by hand, for their size limit and strict JSON, so they would not be true.
+    # FastAPI's own document would not be true: bodies are read by hand, for their size limit and strict JSON.
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(RequestScope, lifecycle=lifecycle, metrics=GatewayMetrics(registry))
+    app.add_middleware(RequestScope, lifecycle=lifecycle, limits=limits, metrics=GatewayMetrics(registry))
     install_error_handlers(app)
     app.add_exception_handler(DiptychError, _on_error)
     return app
@@ -69,12 +79,13 @@ async def _build(
     app: FastAPI,
     settings: GatewaySettings,
     lifecycle: Lifecycle,
+    limits: KeyLimits,
     registry: CollectorRegistry,
     stack: AsyncExitStack,
 ) -> None:
     http = await stack.enter_async_context(_http_client(settings))
     rng = random.Random()  # noqa: S311 - spreads load, guards nothing
-    engines: Pool[ModelInfo] = Pool(time.monotonic, rng)
+    engines: Pool[ModelInfo] = Pool(time.monotonic, rng, by_turns=settings.routing == "round_robin")
     encoders: Pool[EncoderInfo] = Pool(time.monotonic, rng)
     await _watch(settings, http, engines, encoders, stack)
 
@@ -86,16 +97,28 @@ async def _build(
     vision = Vision(encoders, encoder_client, cache, known_images=settings.known_images)
     stack.push_async_callback(vision.close)
 
-    loader = ImageLoader(_fetcher(settings, stack), max_images=settings.max_images_per_request)
+    store = FileStore(
+        RedisLink(settings.redis_url, op_timeout_s=FILE_TIMEOUT_S, subject="file store"),
+        max_memory_bytes=settings.max_file_memory_bytes,
+    )
+    stack.push_async_callback(store.close)
+    loader = ImageLoader(_fetcher(settings, stack), store, max_images=settings.max_images_per_request)
     generator = Generator(engines, EngineClient(http, start_timeout_s=settings.start_timeout_s))
     chat = Chat(generator, vision, loader, max_image_bytes=settings.max_image_bytes)
 
     StateCollector(registry, lifecycle, engines, encoders, vision)
     keyring = Keyring(settings.api_keys)
-    app.include_router(api_routes(chat, Completions(generator), keyring, lifecycle, settings.max_body_bytes))
+    stories = Stories(chat, Completions(generator), Responses(chat), Counting(generator, vision, chat))
+    app.include_router(api_routes(stories, keyring, limits, lifecycle, settings.max_body_bytes))
+    app.include_router(file_routes(Files(store, _file_limits(settings)), keyring, limits))
     app.include_router(model_routes(generator, keyring))
     app.include_router(operator_routes(engines, encoders, lifecycle, registry))
     app.include_router(page_routes(settings.samples_dir))
+    app.include_router(document_routes(document(app.routes, version("diptych"))))
+
+
+def _file_limits(settings: GatewaySettings) -> FileLimits:
+    return FileLimits(max_bytes=settings.max_image_bytes, ttl_s=settings.file_ttl_s, max_ttl_s=settings.max_file_ttl_s)
 
 
 def _http_client(settings: GatewaySettings) -> httpx.AsyncClient:
@@ -149,12 +172,15 @@ def _fetcher(settings: GatewaySettings, stack: AsyncExitStack) -> ImageFetcher:
         resolver,
         allow_private_addresses=settings.allow_private_addresses,
         allowed_hosts=settings.allowed_hosts,
+        denied_hosts=settings.denied_hosts,
+        only_hosts=settings.only_hosts,
     )
     fetcher = ImageFetcher(
         guard,
         timeout_s=settings.fetch_timeout_s,
         max_redirects=settings.max_redirects,
         max_fetches_per_host=settings.max_fetches_per_host,
+        max_cached_bytes=settings.max_fetch_cache_bytes,
         ssl_context=httpx.create_ssl_context(),
     )
     stack.push_async_callback(fetcher.close)

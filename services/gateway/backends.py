@@ -15,11 +15,14 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from shared.errors import DiptychError, NotReady, UpstreamFailed, UpstreamTimeout, error_from_body
+from shared.lines import LineSplitter
 from shared.wire import (
     DEADLINE_HEADER,
     IMAGE_KEY_HEADER,
     REQUEST_ID_HEADER,
     Admitted,
+    DescribeRequest,
+    DescribeResponse,
     Encoded,
     EncodeEvent,
     EncodeFailedEvent,
@@ -40,7 +43,7 @@ _GENERATE_EVENT: Final[TypeAdapter[GenerateEvent]] = TypeAdapter(GenerateEvent)
 
 
 class EncoderClient:
-    """`/v1/encode` of one vision encoder."""
+    """`/v1/encode` and `/v1/describe` of one vision encoder."""
 
     def __init__(self, http: httpx.AsyncClient, *, admit_timeout_s: float, encode_timeout_s: float) -> None:
         self._http = http
@@ -72,6 +75,14 @@ class EncoderClient:
                         yield event
             except TimeoutError as error:
                 raise UpstreamTimeout(waiting_for) from error
+
+    async def describe(self, url: str, request: DescribeRequest) -> DescribeResponse:
+        with _upstream_errors("vision encoder"):
+            response = await self._http.post(
+                f"{url}/v1/describe", content=request.model_dump_json(), headers={"Content-Type": "application/json"}
+            )
+            await _raise_for_status(response)
+            return DescribeResponse.model_validate_json(response.content)
 
 
 class EngineClient:
@@ -142,18 +153,6 @@ async def _generate_events(response: httpx.Response) -> AsyncIterator[Started | 
                 yield event
     if not is_complete:
         raise UpstreamFailed("the text engine ended its answer too early")
-
-
-class LineSplitter:
-    """NDJSON by bytes: several times cheaper than `aiter_lines`, which decodes text and knows ten kinds of line end."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """The lines that `chunk` completes."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return [line for line in lines if line]
 
 
 async def _raise_for_status(response: httpx.Response) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request
@@ -24,11 +25,10 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     # Browsers send other types across origins without asking; JSON they must ask for first.
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidRequest(f"the content type is {content_type[:60]!r}; send application/json")
-    try:
-        raw = await _read(request, max_bytes)
-    except ClientDisconnect as error:
-        raise RequestAborted("the client went away while sending the body") from error
-    return parse(raw, model)
+    body = bytearray()
+    async for chunk in limited_stream(request, max_bytes):
+        body += chunk
+    return parse(bytes(body), model)
 
 
 def parse(raw: bytes, model: type[Model]) -> Model:
@@ -40,14 +40,18 @@ def parse(raw: bytes, model: type[Model]) -> Model:
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     refuse_unsupported(body)
+    return validate(body, model)
+
+
+def validate(body: dict[str, Any], model: type[Model]) -> Model:
     try:
         return model.model_validate(body)
     except ValidationError as error:
         raise from_validation_errors([_readable(details) for details in error.errors()]) from None
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """Raises PayloadTooLarge as soon as it is known.
+async def limited_stream(request: Request, max_bytes: int) -> AsyncGenerator[bytes]:
+    """The body piece by piece. Raises PayloadTooLarge as soon as it is known, RequestAborted if the client leaves.
 
     The HTTP server throws away what is left of such a body, piece by piece: the client can finish sending and then
     finds the answer instead of a broken connection.
@@ -56,12 +60,15 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
+    num_bytes = 0
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > max_bytes:
+                raise too_large
+            yield chunk
+    except ClientDisconnect as error:
+        raise RequestAborted("the client went away while sending the body") from error
 
 
 def _readable(details: ErrorDetails) -> ErrorDetails:

@@ -7,12 +7,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from services.gateway.answers import Choice, usage_of
+from services.gateway.constraints import constraint_of
 from services.gateway.generation import Generation, Generator
 from services.gateway.schema import CompletionRequest, Prompt, wire_sampling
-from services.gateway.streaming import DONE, AnswerStream, CompletionChunks
+from services.gateway.streaming import DONE, AnswerStream, ChunkTail, CompletionChunks
 from services.gateway.trace import Trace
 from shared.errors import DiptychError, InvalidRequest
 from shared.hashing import digest
@@ -53,7 +55,8 @@ class Completions:
         """Returns when every prompt's first token is there, so that errors before it stay plain."""
         completion_id, model, generations = await self._start(body, trace)
         include_usage = body.stream_options.include_usage
-        chunks = CompletionChunks(id=completion_id, created=int(time.time()), model=model, include_usage=include_usage)
+        tail = ChunkTail(body.stream_options, sum(generation.started.num_prompt_tokens for generation in generations))
+        chunks = CompletionChunks(id=completion_id, created=int(time.time()), model=model, tail=tail)
 
         async def frames() -> AsyncGenerator[bytes]:
             finished: list[Finished] = []
@@ -75,7 +78,7 @@ class Completions:
         trace.model = model = self._generator.model(body.model)
         if len(body.prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"there are {len(body.prompt)} prompts; at most {MAX_PROMPTS}", param="prompt")
-        sampling = wire_sampling(body.sampling())
+        sampling = wire_sampling(replace(body.sampling(), constraint=constraint_of(body)))
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         openings = [
             self._generator.open(

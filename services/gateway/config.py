@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from services.gateway.file_store import LONGEST_LIFE_S
 from shared.log import LogFormat
 from shared.settings import RedisUrl
 
@@ -48,8 +49,8 @@ class GatewaySettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: LogFormat = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, and above")
+    log_format: LogFormat = Field("auto", description="auto: readable lines on a terminal, JSON lines elsewhere")
     samples_dir: Path | None = Field(None, description="folder of pictures that the chat page offers")
 
     text_engines: ServiceUrls = Field(
@@ -58,20 +59,34 @@ class GatewaySettings(BaseSettings):
     )
     vision_encoders: ServiceUrls = Field(("http://127.0.0.1:8001",), description="the same for the vision encoders")
     redis_url: RedisUrl = None
+    routing: Literal["affinity", "round_robin"] = Field(
+        "affinity", description="of requests to text engines: least loaded and where the prefix is cached, or by turns"
+    )
     probe_interval_s: Seconds = Field(1.0, description="time between two probes of a replica")
     probe_timeout_s: Seconds = Field(2.0, description="time for a replica to answer a probe")
     resolve_interval_s: Seconds = Field(3.0, description="time between two look-ups of a dns:// name")
 
-    api_keys: Names = Field((), description="keys that open the API; none: it is open to all")
+    api_keys: Names = Field((), description="keys that open the API, as key or name:key; none: it is open to all")
+    max_requests_per_minute: int | None = Field(
+        None, ge=1, description="requests of one key per minute; default: no limit"
+    )
+    max_running_requests: int | None = Field(None, ge=1, description="requests of one key at a time; default: no limit")
     max_body_bytes: int = Field(64 * MIB, gt=0, description="size of a request, its data URLs included")
     max_images_per_request: int = Field(32, ge=0, description="images in all messages of one request")
     max_image_bytes: int = Field(20 * MIB, gt=0, description="size of one encoded image")
+
+    file_ttl_s: int = Field(86_400, ge=1, le=LONGEST_LIFE_S, description="life of an uploaded file, if not asked for")
+    max_file_ttl_s: int = Field(LONGEST_LIFE_S, ge=1, le=LONGEST_LIFE_S, description="longest life to be asked for")
+    max_file_memory_bytes: int = Field(256 * MIB, gt=0, description="uploaded files kept here, for when Redis is gone")
 
     fetch_timeout_s: Seconds = Field(10.0, description="a whole fetch: names, connections, redirects, every byte")
     max_redirects: int = Field(5, ge=0, le=10, description="redirects followed in one fetch")
     max_fetches_per_host: int = Field(16, ge=1, description="fetches at a time from one host")
     allow_private_addresses: bool = Field(False, description="fetch from any address, internal ones included")
     allowed_hosts: Names = Field((), description="host or host:port whose addresses are not checked")
+    denied_hosts: Names = Field((), description="hosts, or .domains with all below them, that are never asked")
+    only_hosts: Names = Field((), description="if given, the only hosts or .domains that pictures come from")
+    max_fetch_cache_bytes: int = Field(256 * MIB, ge=0, description="fetched pictures kept while their servers allow")
 
     connect_timeout_s: Seconds = Field(2.0, description="time to connect to a replica")
     admit_timeout_s: Seconds = Field(15.0, description="encoder: from sending an image to its admission")

@@ -12,7 +12,16 @@ from contextlib import AsyncExitStack, suppress
 from services.gateway.backends import EngineClient
 from services.gateway.balancer import Pool, Replica, is_replica_fault, is_worth_another_replica
 from shared.errors import DiptychError, ModelNotFound, NotReady, UpstreamFailed
-from shared.wire import Finished, GenerateRequest, ModelInfo, Started, TokenizeRequest, TokenizeResponse, Tokens
+from shared.wire import (
+    Finished,
+    GenerateRequest,
+    ModelInfo,
+    Started,
+    TokenizeRequest,
+    TokenizeResponse,
+    Tokens,
+    ToolFormat,
+)
 
 RETRY_AFTER_S = 2.0
 END_OF_STREAM_S = 0.5
@@ -82,6 +91,9 @@ class Generator:
 
     def takes_images(self, model: str) -> bool:
         return any(info.supports_images for info in self.models() if info.id == model)
+
+    def tool_format(self, model: str) -> ToolFormat:
+        return next(info.tool_format for info in self.models() if info.id == model)
 
     async def open(self, request: GenerateRequest, *, model: str, affinity: bytes, request_id: str) -> Generation:
         """A generation with its first token. Raises whatever the last engine refused it with.

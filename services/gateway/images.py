@@ -1,4 +1,6 @@
-"""From an `image_url` to the bytes behind it: data URLs decoded here, http(s) fetched, everything else refused.
+"""From an `image_url` to the bytes behind it: data URLs decoded here, http(s) fetched, files that were uploaded read.
+
+Everything else is refused.
 
 The bytes are neither decoded nor judged by their type: the encoder looks at them.
 """
@@ -14,18 +16,22 @@ from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
 from services.gateway.fetch import ImageFetcher
+from services.gateway.file_store import FILE_ID_PREFIX, FileStore
 from shared.errors import DiptychError, ImageTooLarge, InvalidImageUrl, InvalidRequest
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _WHITESPACE = b" \t\r\n\f"
 # What a data URL of a picture may call itself; "" is a sender who did not care, the encoder looks at the bytes anyway.
 _ACCEPTED_TYPES = ("image/", "application/octet-stream", "")
-_WANTED = "give a data: URL (data:image/png;base64,...) or an http(s) URL"
+_WANTED = "give a data: URL (data:image/png;base64,...), an http(s) URL or the id of an uploaded file"
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image part as the client wrote it. `param` names it: `messages[0].content[1].image_url`."""
+    """An image part as the client wrote it. `param` names it: `messages[0].content[1].image_url`.
+
+    url   a URL, or a file's id in its place
+    """
 
     url: str
     param: str
@@ -38,8 +44,9 @@ class LoadedImage:
 
 
 class ImageLoader:
-    def __init__(self, fetcher: ImageFetcher, *, max_images: int) -> None:
+    def __init__(self, fetcher: ImageFetcher, files: FileStore, *, max_images: int) -> None:
         self._fetcher = fetcher
+        self._files = files
         self._max_images = max_images
 
     async def load(self, sources: Sequence[ImageSource], max_bytes: int) -> list[LoadedImage]:
@@ -63,16 +70,19 @@ class ImageLoader:
             raise at_part(error, source.param) from error
 
     async def _bytes(self, url: str, max_bytes: int) -> bytes:
-        scheme = _SCHEME.match(url)
-        if scheme is None:
-            raise InvalidImageUrl(f"this is not a URL; {_WANTED}")
-        match scheme.group(1).lower():
-            case "data":
-                data = decode_data_url(url)
-            case "http" | "https":
-                return await self._fetcher.fetch(url, max_bytes)
-            case other:
-                raise InvalidImageUrl(f"{other[:20]}: URLs are refused; {_WANTED}")
+        if url.startswith(FILE_ID_PREFIX):
+            data = await self._files.read(url)
+        else:
+            scheme = _SCHEME.match(url)
+            match scheme and scheme.group(1).lower():
+                case "data":
+                    data = decode_data_url(url)
+                case "http" | "https":
+                    return await self._fetcher.fetch(url, max_bytes)
+                case None:
+                    raise InvalidImageUrl(f"this is not a URL; {_WANTED}")
+                case other:
+                    raise InvalidImageUrl(f"{other[:20]}: URLs are refused; {_WANTED}")
         if len(data) > max_bytes:
             raise ImageTooLarge(f"the image has {len(data)} bytes; at most {max_bytes}")
         return data

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from services.gateway.images import ImageSource
-from services.gateway.schema import ImageContent, Message, OtherContent, Part, RefusalContent, TextContent
+from services.gateway.schema import ImageContent, Message, Part, RefusalContent, Refused, TextContent
 from shared import wire
 from shared.errors import InvalidRequest, UnsupportedFeature
 from shared.wire import ImageRef
@@ -23,8 +23,8 @@ def image_sources(messages: Sequence[Message]) -> list[ImageSource]:
     sources = []
     for where, part in _parts(messages):
         if isinstance(part, ImageContent):
-            sources.append(ImageSource(part.image_url.url, f"{where}.image_url"))
-        elif isinstance(part, OtherContent):
+            sources.append(ImageSource(part.image_url.source, f"{where}.image_url"))
+        elif isinstance(part, Refused):
             raise UnsupportedFeature(
                 f"{where}: parts of type {part.type[:40]!r} are not supported; use 'text' or 'image_url'",
                 param=f"{where}.type",

@@ -27,7 +27,7 @@ _HEADERS: Final = {
 
 def page_routes(samples_dir: Path | None) -> APIRouter:
     """samples_dir   pictures to offer; `samples.json` in it may say what they show and what to ask"""
-    router = APIRouter()
+    router = APIRouter(include_in_schema=False)
     samples = {} if samples_dir is None else _samples(samples_dir)
 
     @router.get("/")

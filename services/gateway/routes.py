@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -10,28 +12,46 @@ from fastapi import APIRouter, Depends, Request
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
+from services.gateway import answer_schema as answers
 from services.gateway.auth import Keyring
 from services.gateway.balancer import Pool
 from services.gateway.body import read_json
 from services.gateway.chat import Chat
 from services.gateway.completions import Completions
+from services.gateway.counting import Counting
+from services.gateway.file_store import FileInfo
+from services.gateway.files import FileQuery, Files, parse_query, upload_schema
 from services.gateway.generation import Generator
+from services.gateway.key_limits import KeyLimits
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.middleware import trace_of
+from services.gateway.openapi import GENERATION_ERRORS, READING_ERRORS, UPLOAD_ERRORS, operation
+from services.gateway.responses import Responses
+from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.schema import ChatRequest, CompletionRequest, TokenizeBody
 from services.gateway.streaming import AnswerStream, SseResponse
 from shared.metrics import metrics_response
 from shared.wire import EncoderInfo, ModelInfo
 
 
+@dataclass(frozen=True, slots=True)
+class Stories:
+    """What can be asked for, each told in a file of its own."""
+
+    chat: Chat
+    completions: Completions
+    responses: Responses
+    counting: Counting
+
+
 def api_routes(
-    chat: Chat,
-    completions: Completions,
+    stories: Stories,
     keyring: Keyring,
+    limits: KeyLimits,
     lifecycle: Lifecycle,
     max_body_bytes: int,
 ) -> APIRouter:
-    router = APIRouter(prefix="/v1", dependencies=[_needs_key(keyring)])
+    router = APIRouter(prefix="/v1", dependencies=[_counts_for_its_key(keyring, limits)])
 
     async def whole(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
         body = await lifecycle.attend(request.receive, work)
@@ -40,25 +60,66 @@ def api_routes(
     async def streamed(request: Request, work: Coroutine[Any, Any, AnswerStream]) -> Response:
         return SseResponse(await lifecycle.attend(request.receive, work), lifecycle, trace_of(request))
 
-    @router.post("/chat/completions")
+    @router.post(
+        "/chat/completions",
+        **operation(
+            "Answer a conversation",
+            body=ChatRequest,
+            answer=answers.ChatCompletion,
+            stream=answers.ChatCompletionChunk,
+            errors=GENERATION_ERRORS,
+        ),
+    )
     async def chat_completions(request: Request) -> Response:
         body = await read_json(request, ChatRequest, max_body_bytes)
         if body.stream:
-            return await streamed(request, chat.stream(body, trace_of(request)))
-        return await whole(request, chat.complete(body, trace_of(request)))
+            return await streamed(request, stories.chat.stream(body, trace_of(request)))
+        return await whole(request, stories.chat.complete(body, trace_of(request)))
 
-    @router.post("/completions")
+    @router.post(
+        "/completions",
+        **operation(
+            "Continue one or several texts",
+            body=CompletionRequest,
+            answer=answers.Completion,
+            stream=answers.Completion,
+            errors=GENERATION_ERRORS,
+        ),
+    )
     async def text_completions(request: Request) -> Response:
         body = await read_json(request, CompletionRequest, max_body_bytes)
         if body.stream:
-            return await streamed(request, completions.stream(body, trace_of(request)))
-        return await whole(request, completions.complete(body, trace_of(request)))
+            return await streamed(request, stories.completions.stream(body, trace_of(request)))
+        return await whole(request, stories.completions.complete(body, trace_of(request)))
 
-    @router.post("/tokenize")
+    @router.post(
+        "/responses",
+        **operation(
+            "Answer in the words of the Responses API",
+            body=ResponsesRequest,
+            answer=answers.ResponseAnswer,
+            stream=answers.ResponseEvent,
+            errors=GENERATION_ERRORS,
+        ),
+    )
+    async def create_response(request: Request) -> Response:
+        body = await read_json(request, ResponsesRequest, max_body_bytes)
+        if body.stream:
+            return await streamed(request, stories.responses.stream(body, trace_of(request)))
+        return await whole(request, stories.responses.complete(body, trace_of(request)))
+
+    @router.post(
+        "/tokenize",
+        **operation(
+            "Count a prompt's tokens, pictures included",
+            body=TokenizeBody,
+            answer=answers.TokenCount,
+            errors=GENERATION_ERRORS,
+        ),
+    )
     async def tokenize(request: Request) -> Response:
         body = await read_json(request, TokenizeBody, max_body_bytes)
-        answer = await lifecycle.attend(request.receive, chat.tokenize(body, trace_of(request)))
-        return _json(answer.model_dump())
+        return await whole(request, stories.counting.count(body, trace_of(request)))
 
     return router
 
@@ -66,14 +127,52 @@ def api_routes(
 def model_routes(generator: Generator, keyring: Keyring) -> APIRouter:
     router = APIRouter(prefix="/v1/models", dependencies=[_needs_key(keyring)])
 
-    @router.get("")
+    @router.get("", **operation("List the served models", answer=answers.ModelList, errors=READING_ERRORS))
     async def list_models() -> Response:
         return _json({"object": "list", "data": [_model_body(info) for info in generator.models()]})
 
-    @router.get("/{model_id:path}")
+    @router.get("/{model_id:path}", **operation("Describe a model", answer=answers.Model, errors=READING_ERRORS))
     async def retrieve_model(model_id: str) -> Response:
         name = generator.model(model_id)
         return _json(next(_model_body(info) for info in generator.models() if info.id == name))
+
+    return router
+
+
+def file_routes(files: Files, keyring: Keyring, limits: KeyLimits) -> APIRouter:
+    router = APIRouter(prefix="/v1/files", dependencies=[_counts_for_its_key(keyring, limits)])
+
+    @router.post(
+        "",
+        **operation("Upload a picture", form=upload_schema(), answer=answers.File, errors=UPLOAD_ERRORS),
+    )
+    async def upload_file(request: Request) -> Response:
+        return _json(_file_body(await files.upload(request, _owner_of(request))))
+
+    @router.get("", **operation("List the own files", query=FileQuery, answer=answers.FileList, errors=READING_ERRORS))
+    async def list_files(request: Request) -> Response:
+        infos, has_more = await files.page(parse_query(request), _owner_of(request))
+        data = [_file_body(info) for info in infos]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return _json({"object": "list", "data": data, "has_more": has_more, **ends})
+
+    @router.get("/{file_id}", **operation("Describe a file", answer=answers.File, errors=READING_ERRORS))
+    async def retrieve_file(file_id: str) -> Response:
+        return _json(_file_body(await files.info(file_id)))
+
+    @router.get(
+        "/{file_id}/content",
+        **operation("Read a file's bytes", answer="application/octet-stream", errors=READING_ERRORS),
+    )
+    async def file_content(file_id: str) -> Response:
+        # Somebody else's bytes: a browser must neither guess their type nor show them as a page of ours.
+        headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
+        return Response(await files.read(file_id), headers=headers, media_type="application/octet-stream")
+
+    @router.delete("/{file_id}", **operation("Delete a file", answer=answers.FileDeleted, errors=READING_ERRORS))
+    async def delete_file(file_id: str) -> Response:
+        await files.delete(file_id)
+        return _json({"id": file_id, "object": "file", "deleted": True})
 
     return router
 
@@ -83,12 +182,12 @@ def operator_routes(
 ) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
+    @router.get("/health", **operation("Live", answer=answers.Health))
     async def health() -> Response:
         """Live: this process answers."""
         return _json({"status": "ok"})
 
-    @router.get("/ready")
+    @router.get("/ready", **operation("Ready", answer=answers.Readiness, also={503: answers.Readiness}))
     async def ready() -> Response:
         """Ready: a text engine is. Encoders are only reported: without them text is still answered, images get 503."""
         is_ready = bool(engines.available()) and not lifecycle.is_draining
@@ -99,9 +198,20 @@ def operator_routes(
         }
         return _json(state, status=200 if is_ready else 503)
 
-    @router.get("/metrics")
+    @router.get("/metrics", **operation("Prometheus metrics", answer="text/plain"))
     async def metrics() -> Response:
         return metrics_response(registry)
+
+    return router
+
+
+def document_routes(described: dict[str, Any]) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    body = orjson.dumps(described)
+
+    @router.get("/openapi.json")
+    async def openapi_document() -> Response:
+        return Response(body, media_type="application/json")
 
     return router
 
@@ -113,8 +223,35 @@ def _needs_key(keyring: Keyring) -> Any:
     return Depends(check)
 
 
+def _counts_for_its_key(keyring: Keyring, limits: KeyLimits) -> Any:
+    async def check(request: Request) -> None:
+        name = keyring.check(request.headers.get("authorization"))
+        limits.enter(name)
+        trace_of(request).key_name = name  # whoever ends the request gives the place back: see RequestScope
+
+    return Depends(check)
+
+
 def _json(body: dict[str, Any], headers: dict[str, str] | None = None, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status_code=status, headers=headers, media_type="application/json")
+
+
+def _owner_of(request: Request) -> str:
+    """In whose list a file is: everyone with the same API key, which is not kept in clear."""
+    return hashlib.sha256(request.headers.get("authorization", "").encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _file_body(info: FileInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "object": "file",
+        "bytes": info.size_bytes,
+        "created_at": info.created_at,
+        "expires_at": info.expires_at,
+        "filename": info.filename,
+        "purpose": info.purpose,
+        "status": "processed",
+    }
 
 
 def _model_body(info: ModelInfo) -> dict[str, Any]:

@@ -7,48 +7,50 @@ server does not have is refused by name: an answer that silently ignores it woul
 from __future__ import annotations
 
 import re
-from dataclasses import fields
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    JsonValue,
-    Tag,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, JsonValue, Tag, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
+from services.gateway.base_schema import Body, Int64, JsonObject, shallow
+from services.gateway.output_schema import ResponseFormat, SchemaOrText, StructuredOutputs, Tool, ToolChoice, Tools
 from shared.errors import InvalidRequest, UnsupportedFeature
 from shared.sampling import SamplingParams
+from shared.wire import ImageSize
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-JsonObject = dict[str, JsonValue]
+MAX_SIZES = 1024
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 
 
-class Body(BaseModel):
-    # strict: "5", true and 1.5 are not whole numbers, whatever Python thinks.
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+class Refused(Body):
+    """Something of a type that is not supported: known only to be refused by name, and not in the document."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, body: object) -> object:
-        """OpenAI lets every optional field be null."""
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+    type: str
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
 class ImageUrl(Body):
-    url: str
+    """Exactly one of `url` and `file_id`; a file's id may also stand in the place of its URL."""
+
+    url: str | None = None
+    file_id: str | None = Field(default=None, pattern="^file-")
     detail: Literal["low", "high", "auto"] = "auto"  # accepted for compatibility: the model has one resolution
+
+    @model_validator(mode="after")
+    def _names_one_image(self) -> Self:
+        if (self.url is None) == (self.file_id is None):
+            raise PydanticCustomError("image_url", "give either url or file_id")
+        return self
+
+    @property
+    def source(self) -> str:
+        return self.url or self.file_id or ""
 
 
 def _url_is_object(value: object) -> object:
@@ -56,19 +58,18 @@ def _url_is_object(value: object) -> object:
 
 
 class TextContent(Body):
+    type: Literal["text"]
     text: str
 
 
 class ImageContent(Body):
-    image_url: Annotated[ImageUrl, BeforeValidator(_url_is_object)]
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_is_object, json_schema_input_type=str | ImageUrl)]
 
 
 class RefusalContent(Body):
+    type: Literal["refusal"]
     refusal: str
-
-
-class OtherContent(Body):
-    type: str
 
 
 def _part_tag(part: object) -> str | None:
@@ -83,7 +84,7 @@ Part = Annotated[
     Annotated[TextContent, Tag("<text>")]
     | Annotated[ImageContent, Tag("<image>")]
     | Annotated[RefusalContent, Tag("<refusal>")]
-    | Annotated[OtherContent, Tag("<other>")],
+    | Annotated[SkipJsonSchema[Refused], Tag("<other>")],
     Discriminator(
         _part_tag,
         custom_error_type="content_part",
@@ -92,7 +93,7 @@ Part = Annotated[
 ]
 
 
-def _text_is_one_part(content: object) -> object:
+def text_is_one_part(content: object) -> object:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -104,9 +105,11 @@ class Message(Body):
     """`content` is always a list of parts here: a string is the same as one text part, null as none."""
 
     role: Role
-    content: Annotated[list[Part], FailFast(), BeforeValidator(_text_is_one_part)] = []
+    content: Annotated[
+        list[Part], FailFast(), BeforeValidator(text_is_one_part, json_schema_input_type=str | list[Part])
+    ] = []
     name: str | None = None
-    tool_calls: list[JsonObject] | None = None
+    tool_calls: Annotated[list[JsonObject] | None, BeforeValidator(shallow)] = None
     tool_call_id: str | None = None
 
 
@@ -119,6 +122,7 @@ Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, usage so far in every chunk
 
 
 def _stop_is_list(value: object) -> object:
@@ -145,11 +149,19 @@ class GenerationBody(Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = {}
-    stop: Annotated[list[str], FailFast(), BeforeValidator(_stop_is_list)] = []
+    stop: Annotated[list[str], FailFast(), BeforeValidator(_stop_is_list, json_schema_input_type=str | list[str])] = []
     stop_token_ids: Annotated[list[Int64], FailFast()] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     seed: Int64 | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises InvalidRequest naming the field that is out of range."""
@@ -169,6 +181,7 @@ class GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
             seed=self.seed,
             logprobs=logprobs,
         )
@@ -179,8 +192,9 @@ class ChatRequest(GenerationBody):
     max_completion_tokens: Int64 | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
+    tools: Tools = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
 
     def sampling(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -215,7 +229,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 class CompletionRequest(GenerationBody):
-    prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Prompt], BeforeValidator(_prompts, json_schema_input_type=Prompt | list[Prompt])]
     max_tokens: Int64 | None = 16  # OpenAI's default for this endpoint
     logprobs: int | None = None
 
@@ -224,17 +238,23 @@ class CompletionRequest(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """Exactly one of `prompt` and `messages`."""
+    """Either `prompt`, or `messages`, or `images`, or both of the latter.
+
+    images   pictures of which only the size is known; they are counted as the last parts of the last question
+    """
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages = []
-    tools: list[JsonObject] | None = None
+    images: Annotated[list[ImageSize], FailFast(), Field(max_length=MAX_SIZES)] = []
+    tools: Tools = []
 
 
 # --- between the body and the engine --------------------------------------------------------------------------------
 
-# Field -> the values that ask for nothing. Any other value asks for what is not there yet.
+# Field -> the values that ask for nothing. Any other value asks for what is not there yet, and would change the answer.
+# What changes no answer is ignored like an unknown field: book-keeping (user, metadata, store, service_tier,
+# safety_identifier, prompt_cache_key) and hints (reasoning_effort, verbosity, prediction).
 _NOT_YET: Final[dict[str, tuple[JsonValue, ...]]] = {
     "audio": (),
     "best_of": (1,),
@@ -246,27 +266,20 @@ _NOT_YET: Final[dict[str, tuple[JsonValue, ...]]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": ("",),
-    "guided_regex": ("",),
     "modalities": (["text"],),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "suffix": ("",),
-    "tool_choice": ("auto", "none"),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 
 
-def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Raises UnsupportedFeature naming the first field that asks for a feature that is not there."""
-    for name in body.keys() & _NOT_YET.keys():
+def refuse_unsupported(body: dict[str, Any], harmless: Mapping[str, tuple[JsonValue, ...]] = _NOT_YET) -> None:
+    """Raises UnsupportedFeature naming the first field of `harmless` that asks for a feature that is not there."""
+    for name in body.keys() & harmless.keys():
         value = body[name]
-        if value is not None and value not in _NOT_YET[name]:
-            allowed = " or ".join(repr(choice) for choice in _NOT_YET[name]) or "null"
+        if value is not None and value not in harmless[name]:
+            allowed = " or ".join(repr(choice) for choice in harmless[name]) or "null"
             raise UnsupportedFeature(
                 f"{name} is not supported with this value; leave it out or send {allowed}", param=name
             )
@@ -274,9 +287,13 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
 
 def wire_sampling(params: SamplingParams) -> dict[str, Any]:
     """The fields that differ from their defaults: what `GenerateRequest.sampling` carries."""
-    default = SamplingParams()
-    changed = {field.name: getattr(params, field.name) for field in fields(params)}
-    return {name: value for name, value in changed.items() if value != getattr(default, name)}
+    given, default = asdict(params), asdict(SamplingParams())
+    return {name: value for name, value in given.items() if value != default[name]}
+
+
+def wire_tools(tools: list[Tool]) -> list[JsonObject] | None:
+    """As the client wrote them."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools] or None
 
 
 def clean_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:

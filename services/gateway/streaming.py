@@ -5,7 +5,7 @@ What is the same in all chunks of a stream is built once as bytes; a token costs
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.lifecycle import Lifecycle
+from services.gateway.schema import StreamOptions
+from services.gateway.tool_calls import NumberedCall
 from services.gateway.trace import Trace
 from shared.errors import DiptychError, RequestAborted
 from shared.log import get_logger
@@ -21,6 +23,7 @@ from shared.wire import TokenLogprob, Tokens
 
 log = get_logger(__name__)
 DONE: Final = b"data: [DONE]\n\n"
+_TEXT_END: Final = b'},"logprobs":null,"finish_reason":null}]'
 _HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -28,71 +31,85 @@ _HEADERS: Final = [
 ]
 
 
+class ChunkTail:
+    """How a chunk ends: usage is told in none, only after all, or, as it grows, in each."""
+
+    def __init__(self, options: StreamOptions, num_prompt_tokens: int) -> None:
+        self._end = b',"usage":null}\n\n' if options.include_usage else b"}\n\n"
+        self._is_growing = options.include_usage and options.continuous_usage_stats
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_generated_tokens = 0
+
+    def after(self, event: Tokens) -> bytes:
+        if not self._is_growing:
+            return self._end
+        prompt, generated = self._num_prompt_tokens, self._num_generated_tokens + len(event.token_ids)
+        self._num_generated_tokens = generated
+        usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return b',"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+
 class ChatChunks:
-    """Frames of one `chat.completion.chunk` stream. `include_usage`: inner chunks carry `"usage": null`."""
+    """Frames of one `chat.completion.chunk` stream."""
 
-    def __init__(self, *, id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(self, *, id: str, created: int, model: str, tail: ChunkTail) -> None:
         self._head = _head(id=id, object="chat.completion.chunk", created=created, model=model)
-        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._tail = tail
         self._openings: dict[int, bytes] = {}
-        self._text_end = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
-    def tokens(self, event: Tokens) -> bytes:
+    def tokens(self, event: Tokens, calls: Sequence[NumberedCall] = ()) -> bytes:
         """The frames of one event; empty if it holds nothing that a client could see yet."""
+        tail = self._tail.after(event)
         opening = self._openings.get(event.index)
         first = b""
         if opening is None:
             choice = b'%s"choices":[{"index":%d,"delta":{' % (self._head, event.index)
-            first = choice + b'"role":"assistant","content":"","refusal":null' + self._text_end
+            first = choice + b'"role":"assistant","content":"","refusal":null' + _TEXT_END + tail
             opening = self._openings[event.index] = choice + b'"content":'
-        if event.finish_reason is None and event.logprobs is None:
-            return first + opening + orjson.dumps(event.text) + self._text_end if event.text else first
-        return first + self._rich(event, opening)
+        if event.finish_reason is None and event.logprobs is None and not calls:
+            return first + opening + orjson.dumps(event.text) + _TEXT_END + tail if event.text else first
+        return first + self._rich(event, calls, opening, tail)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return self._head + b'"choices":[],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
-    def _rich(self, event: Tokens, opening: bytes) -> bytes:
-        """The rare shapes: with log-probabilities, and the end of a choice, which has a chunk of its own."""
+    def _rich(self, event: Tokens, calls: Sequence[NumberedCall], opening: bytes, tail: bytes) -> bytes:
+        """The rare shapes: with log-probabilities, calls of tools, and the end of a choice; each has its own chunk."""
         frames = b""
         if event.text or event.logprobs:
             logprobs = orjson.dumps(chat_logprobs(event.logprobs))
             frames = (
-                opening
-                + orjson.dumps(event.text)
-                + b'},"logprobs":'
-                + logprobs
-                + b',"finish_reason":null}]'
-                + self._tail
+                opening + orjson.dumps(event.text) + b'},"logprobs":' + logprobs + b',"finish_reason":null}]' + tail
             )
+        choice: dict[str, Any] = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        if calls:
+            delta = {"tool_calls": [{"index": call.number, **call.to_body()} for call in calls]}
+            frames += self._frame(choice | {"delta": delta}, tail)
         if event.finish_reason is not None:
-            end: dict[str, Any] = {
-                "index": event.index,
-                "delta": {},
-                "logprobs": None,
-                "finish_reason": event.finish_reason,
-            }
-            if event.stop_reason is not None:
-                end["stop_reason"] = event.stop_reason
-            frames += self._head + b'"choices":[' + orjson.dumps(end) + b"]" + self._tail
+            stop = {} if event.stop_reason is None else {"stop_reason": event.stop_reason}
+            frames += self._frame(choice | {"finish_reason": event.finish_reason, **stop}, tail)
         return frames
+
+    def _frame(self, choice: dict[str, Any], tail: bytes) -> bytes:
+        return self._head + b'"choices":[' + orjson.dumps(choice) + b"]" + tail
 
 
 class CompletionChunks:
     """Frames of one `text_completion` stream."""
 
-    def __init__(self, *, id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(self, *, id: str, created: int, model: str, tail: ChunkTail) -> None:
         self._head = _head(id=id, object="text_completion", created=created, model=model)
-        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._tail = tail
         self._offsets: dict[int, int] = {}
 
     def tokens(self, event: Tokens, index: int) -> bytes:
         """index   of the choice among those of all prompts"""
+        tail = self._tail.after(event)
         if not event.text and event.finish_reason is None and not event.logprobs:
             return b""
         start = b'%s"choices":[{"index":%d,"text":' % (self._head, index) + orjson.dumps(event.text)
         if event.finish_reason is None and event.logprobs is None:
-            return start + b',"logprobs":null,"finish_reason":null}]' + self._tail
+            return start + b',"logprobs":null,"finish_reason":null}]' + tail
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(event.text)
         rest: dict[str, Any] = {
@@ -101,7 +118,7 @@ class CompletionChunks:
         }
         if event.stop_reason is not None:
             rest["stop_reason"] = event.stop_reason
-        return start + b"," + orjson.dumps(rest)[1:] + b"]" + self._tail
+        return start + b"," + orjson.dumps(rest)[1:] + b"]" + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return self._head + b'"choices":[],"usage":' + orjson.dumps(usage) + b"}\n\n"
@@ -146,11 +163,13 @@ def completion_logprobs(logprobs: list[TokenLogprob] | None, offset: int) -> dic
 class AnswerStream:
     """An answer whose first token is there: what could be refused has been refused with a status of its own.
 
-    close   lets go of everything behind `frames`; to be called exactly once, whatever happens
+    close         lets go of everything behind `frames`; to be called exactly once, whatever happens
+    error_frame   the end of a stream that fails midway
     """
 
     frames: AsyncGenerator[bytes]
     close: Callable[[], Awaitable[None]]
+    error_frame: Callable[[DiptychError], bytes] = error_frame
 
 
 class SseResponse(Response):
@@ -174,17 +193,18 @@ class SseResponse(Response):
                 self._trace.outcome = error.code
                 return
             except DiptychError as error:
-                self._trace.outcome = error.code
-                await send({"type": "http.response.body", "body": error_frame(error), "more_body": True})
+                await self._send_error(send, error)
             except Exception as error:  # the status is spent, so no handler can answer any more
                 log.error("unexpected error in a stream", request_id=self._trace.request_id, exc_info=error)
-                self._trace.outcome = DiptychError.code
-                internal = DiptychError("internal error; the server's log has the details")
-                await send({"type": "http.response.body", "body": error_frame(internal), "more_body": True})
+                await self._send_error(send, DiptychError("internal error; the server's log has the details"))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._answer.frames.aclose()
             await self._answer.close()
+
+    async def _send_error(self, send: Send, error: DiptychError) -> None:
+        self._trace.outcome = error.code
+        await send({"type": "http.response.body", "body": self._answer.error_frame(error), "more_body": True})
 
     async def _send_frames(self, send: Send) -> None:
         async for frame in self._answer.frames:

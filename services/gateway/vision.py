@@ -13,16 +13,16 @@ from typing import Protocol
 
 from services.gateway.admission import Admission, AdmittedImage
 from services.gateway.backends import EncoderClient
-from services.gateway.balancer import Pool
+from services.gateway.balancer import Pool, Replica, is_worth_another_replica
 from services.gateway.encoding import EncodeJob, Encodes, no_encoder
 from services.gateway.images import LoadedImage, at_part
 from services.gateway.trace import Trace
-from shared.embedding_cache import ImageMetadata
 from shared.errors import DiptychError
 from shared.hashing import image_key
-from shared.wire import EncoderInfo, ImageRef
+from shared.wire import DescribeRequest, EncoderInfo, ImageMetadata, ImageRef, ImageSize
 
 HASH_INLINE_BYTES = 2**20
+NO_IMAGE = "0" * 64  # the key of pictures of which only the size is known
 
 
 class MetadataCache(Protocol):
@@ -36,6 +36,7 @@ class Vision:
         self, pool: Pool[EncoderInfo], client: EncoderClient, cache: MetadataCache, *, known_images: int
     ) -> None:
         self._pool = pool
+        self._client = client
         self._encodes = Encodes(pool, client, self._remember)
         self._cache = cache
         self._max_known = known_images
@@ -81,6 +82,28 @@ class Vision:
                 admission.release(abandoned=True)
         return admission
 
+    async def describe(self, sizes: Sequence[ImageSize]) -> list[ImageRef]:
+        """How pictures of these sizes would stand in a prompt; the refs are for counting only, no embedding is theirs.
+
+        Raises ImageTooLarge naming the size that no picture may have.
+        """
+        fingerprint = self._current_fingerprint()
+        tried: list[Replica[EncoderInfo]] = []
+        failure: DiptychError = no_encoder()
+        while others := self._pool.available(tried, lambda info: info.fingerprint == fingerprint):
+            replica = min(others, key=lambda each: each.outstanding)
+            try:
+                answer = await self._client.describe(replica.url, DescribeRequest(images=list(sizes)))
+            except DiptychError as error:
+                self._pool.note(replica, error)
+                if not is_worth_another_replica(error):
+                    raise
+                failure = error
+                tried.append(replica)
+            else:
+                return [ImageRef.of(metadata, image_key=NO_IMAGE) for metadata in answer.images]
+        raise failure
+
     async def close(self) -> None:
         await self._encodes.close()
 
@@ -99,7 +122,7 @@ class Vision:
             return
         for key, found in zip(unknown, await self._cache.get_metadata(unknown), strict=True):
             if found is not None:
-                ref = ImageRef(image_key=key, num_tokens=found.num_tokens, width=found.width, height=found.height)
+                ref = ImageRef.of(found, image_key=key)
                 refs[key] = ref
                 self._remember(ref)
                 self.sources["redis"] += 1

@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest
 from shared.log import get_logger
+from shared.wire import ToolFormat
 
 log = get_logger(__name__)
 
@@ -27,18 +28,22 @@ VICUNA = (
 )
 BUILT_IN_TEMPLATES = {"llava": VICUNA}
 _PROBE = "probe-of-the-template"
+_PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 
 
 class ChatTemplate:
-    """One template and what it can take: content as a string, as a list of parts, or both."""
+    """One template and what it can take: content as a string, as a list of parts, or both; tools or not."""
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         self._variables = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         # `generation` blocks only mark text for training; they render as their content.
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
         self._template = _environment().from_string(source)
-        self.takes_string = self._shows_probe(_PROBE)
-        self.takes_parts = self._shows_probe([{"type": "text", "text": _PROBE}])
+        self.takes_string = self._shows_content(_PROBE)
+        self.takes_parts = self._shows_content([text_part(_PROBE)])
+        hello = "hello" if self.takes_string else [text_part("hello")]
+        self.takes_tools = _PROBE in self._probe(hello, [_PROBE_TOOL])
+        self.tool_format = _tool_format(source)
 
     @classmethod
     def load(
@@ -58,12 +63,31 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
 
-    def _shows_probe(self, content: str | list[dict[str, Any]]) -> bool:
-        try:
-            rendered = self.render([{"role": "user", "content": content}])
-        except (InvalidRequest, TypeError, AttributeError, KeyError):
-            return False
+    def _shows_content(self, content: str | list[dict[str, Any]]) -> bool:
+        rendered = self._probe(content, None)
         return _PROBE in rendered and "'type'" not in rendered
+
+    def _probe(self, content: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """What the template makes of it; nothing if it fails."""
+        try:
+            return self.render([{"role": "user", "content": content}], tools)
+        except (InvalidRequest, TypeError, AttributeError, KeyError):
+            return ""
+
+
+def text_part(text: str) -> dict[str, str]:
+    """Templates look for a part's text under `text`; Pixtral's, under `content`."""
+    return {"type": "text", "text": text, "content": text}
+
+
+def _tool_format(source: str) -> ToolFormat:
+    """How the model writes a call, told by the marks in its template; Hermes' way where there are none, which is also
+    how tools are described to a template that takes none."""
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    if "<tool_call>" not in source and ("<|python_tag|>" in source or '"parameters":' in source):
+        return "llama3_json"
+    return "hermes"
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

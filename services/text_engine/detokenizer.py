@@ -14,10 +14,18 @@ class Detokenizer:
     """The text of one growing answer.
 
     stop           the earliest *ending* match ends the text just before it (or after it, if `include_stop`)
+    skip_special   special tokens add nothing; otherwise their spelling
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._bytes_of = tokenizer.token_bytes if skip_special else tokenizer.spelled_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_space = tokenizer.strips_leading_space
         self._stop = stop
@@ -30,7 +38,7 @@ class Detokenizer:
 
         After a stop string was found (`matched_stop` is set) nothing more may be appended.
         """
-        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decoder.decode(self._bytes_of(token_id))
         if self._strip_space and text:
             text = text.removeprefix(" ")
             self._strip_space = False

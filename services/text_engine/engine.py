@@ -17,7 +17,9 @@ from services.text_engine.core.sequence import ImageSpan, Sequence
 from services.text_engine.core.stopping import Finish
 from services.text_engine.detokenizer import Detokenizer
 from services.text_engine.embedding_store import EmbeddingStore
+from services.text_engine.runner.grammar import GrammarCompiler
 from services.text_engine.runner.model_runner import ModelRunner
+from services.text_engine.runner.tensor_parallel import RankFailed
 from services.text_engine.tokenizer import Tokenizer
 from shared.errors import ContextTooLong, DiptychError, InvalidRequest, Overloaded
 from shared.log import get_logger
@@ -38,6 +40,10 @@ class EngineRequest:
     image_refs: tuple[ImageRef, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(span.num_tokens for span in self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class Engine:
         runner: ModelRunner,
         tokenizer: Tokenizer,
         embeddings: EmbeddingStore,
+        grammars: GrammarCompiler,
         *,
         vocab_size: int,
         max_model_len: int,
@@ -126,6 +133,7 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.embeddings = embeddings
+        self.grammars = grammars
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.max_waiting_requests = max_waiting_requests
@@ -157,9 +165,13 @@ class Engine:
                 priority=request.priority,
                 images=request.images,
                 cache_salt=request.cache_salt.encode(),
+                token_filter=None if sampling.constraint is None else self.grammars.matcher(sampling.constraint),
             )
             detokenizer = Detokenizer(
-                self.tokenizer, stop=sampling.stop, include_stop=sampling.include_stop_str_in_output
+                self.tokenizer,
+                stop=sampling.stop,
+                include_stop=sampling.include_stop_str_in_output,
+                skip_special=sampling.skip_special_tokens,
             )
             choices.append(_Choice(sequence, detokenizer))
         self._requests[request.request_id] = _Request(request, choices, added=time.monotonic())
@@ -202,16 +214,25 @@ class Engine:
         return []
 
     def step(self) -> list[EngineOutput] | None:
-        """Compute one batch. None: nothing can run until a request is added or an image arrives."""
+        """Compute one batch. None: nothing can run until a request is added or an image arrives.
+
+        Raises RankFailed if a process that shares the model is gone: this engine cannot go on.
+        """
         batch = self.scheduler.schedule()
         if batch.is_empty:
             return None
         self._note_start(batch)
         try:
             sampled = self.runner.execute_model(batch)
+        except RankFailed:
+            raise  # no later batch would fare better
         except Exception as error:  # noqa: BLE001 - whatever broke, only the batch's requests may pay for it
             return self._fail_batch(batch, error)
         return self._publish(self.scheduler.update(batch, sampled))
+
+    def close(self) -> None:
+        """End the processes that share the model, if there are any."""
+        self.runner.close()
 
     # --- outputs --------------------------------------------------------------------------------------------------
 
@@ -256,7 +277,7 @@ class Engine:
         return RequestFinished(
             request_id=state.request.request_id,
             num_prompt_tokens=len(state.request.token_ids),
-            num_image_tokens=sum(span.num_tokens for span in state.request.images),
+            num_image_tokens=state.request.num_image_tokens,
             num_cached_tokens=sequences[0].num_cached_tokens or 0,
             num_generated_tokens=sum(sequence.num_generated_tokens for sequence in sequences),
             num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
@@ -271,8 +292,10 @@ class Engine:
     # --- checks and failures --------------------------------------------------------------------------------------
 
     def check(self, request: EngineRequest) -> None:
-        """Raise what `add` would raise. May be called from any thread: it changes nothing."""
+        """Raise what `add` would raise. Better called first from a thread that may take its time: a new constraint is
+        compiled here, for milliseconds, and nothing else changes. Any thread will do."""
         num_prompt_tokens = len(request.token_ids)
+        sampling = request.sampling
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         if num_prompt_tokens >= self.max_model_len:
@@ -287,16 +310,25 @@ class Engine:
                 f"the prompt has {num_prompt_tokens} tokens; the KV cache of this server holds {capacity}",
                 param="messages",
             )
-        bad = next((t for t in request.sampling.logit_bias if t >= self.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(
-                f"logit_bias names token {bad}; ids go from 0 to {self.vocab_size - 1}", param="logit_bias"
+        max_span = self.scheduler.max_whole_span
+        span = next((s for s in request.images if s.attention == "bidirectional" and s.num_tokens > max_span), None)
+        if span is not None:
+            raise ContextTooLong(
+                f"an image has {span.num_tokens} tokens that must be computed in one step; this server's steps have "
+                f"room for {max_span} (max_num_batched_tokens less max_num_seqs, plus one)",
+                param="messages",
             )
-        if len(self.scheduler.waiting) + request.sampling.n > self.max_waiting_requests:
+        for name, token_ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+            bad = next((token_id for token_id in token_ids if token_id >= self.vocab_size), None)
+            if bad is not None:
+                raise InvalidRequest(f"{name} names token {bad}; ids go from 0 to {self.vocab_size - 1}", param=name)
+        if len(self.scheduler.waiting) + sampling.n > self.max_waiting_requests:
             raise Overloaded(
                 f"{len(self.scheduler.waiting)} requests are waiting; this server queues {self.max_waiting_requests}",
                 retry_after_s=2.0,
             )
+        if sampling.constraint is not None:
+            self.grammars.check(sampling.constraint)
 
     def _note_start(self, batch: Batch) -> None:
         now = time.monotonic()

@@ -32,7 +32,7 @@ from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError, InvalidRequest, NotReady, RequestAborted
 from shared.http_errors import wire_error
 from shared.log import get_logger
-from shared.sampling import SamplingParams
+from shared.sampling import Constraint, SamplingParams
 from shared.wire import (
     Failed,
     Finished,
@@ -137,17 +137,7 @@ class TextEngineService:
         Close the iterator to abort: the request's blocks are free within a step.
         """
         built = self._require_built()
-        prompt = await asyncio.to_thread(_build_prompt, built, request)
-        engine_request = EngineRequest(
-            request_id=request.request_id,
-            token_ids=prompt.token_ids,
-            sampling=sampling_params(request),
-            images=prompt.images,
-            image_refs=prompt.image_refs,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-        built.engine.check(engine_request)
+        engine_request = await asyncio.to_thread(_prepare, built, request)
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         outputs = self._streams[request.request_id] = asyncio.Queue()
@@ -155,7 +145,8 @@ class TextEngineService:
         try:
             assert self._thread is not None
             self._thread.add(engine_request)
-            yield Started(num_prompt_tokens=len(prompt.token_ids), num_image_tokens=prompt.num_image_tokens)
+            num_prompt_tokens = len(engine_request.token_ids)
+            yield Started(num_prompt_tokens=num_prompt_tokens, num_image_tokens=engine_request.num_image_tokens)
             while not is_over:
                 output = await outputs.get()
                 is_over = not isinstance(output, TokenOutput)
@@ -234,6 +225,8 @@ def sampling_params(request: GenerateRequest) -> SamplingParams:
             given[name] = tuple(given[name])
     if "logit_bias" in given:
         given["logit_bias"] = _logit_bias(given["logit_bias"])
+    if "constraint" in given:
+        given["constraint"] = _constraint(given["constraint"])
     return SamplingParams(**given)
 
 
@@ -245,6 +238,31 @@ def _logit_bias(given: object) -> dict[int, Any]:
         return {int(token_id): bias for token_id, bias in given.items()}
     except ValueError:
         raise InvalidRequest(f"logit_bias has keys {list(given)}; they must be token ids", param="logit_bias") from None
+
+
+def _constraint(given: object) -> Constraint:
+    """Raises InvalidRequest for anything but an object with a constraint's fields."""
+    try:
+        return Constraint(**given)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequest("constraint is an object with a kind and a value", param="constraint") from None
+
+
+def _prepare(built: BuiltEngine, request: GenerateRequest) -> EngineRequest:
+    """The request as the engine takes it. Raises whatever is wrong with it."""
+    sampling = sampling_params(request)
+    prompt = _build_prompt(built, request)
+    engine_request = EngineRequest(
+        request_id=request.request_id,
+        token_ids=prompt.token_ids,
+        sampling=sampling,
+        images=prompt.images,
+        image_refs=prompt.image_refs,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    built.engine.check(engine_request)
+    return engine_request
 
 
 def _build_prompt(built: BuiltEngine, request: GenerateRequest | TokenizeRequest) -> Prompt:

@@ -62,6 +62,10 @@ class Tokenizer:
         table = self._bytes_table
         return table[token_id] if 0 <= token_id < len(table) else b""
 
+    def spelled_bytes(self, token_id: int) -> bytes:
+        """`token_bytes`, or the spelling of a token that adds nothing to the text."""
+        return self.token_bytes(token_id) or (self.token_string(token_id) or "").encode()
+
     def token_id(self, token: str) -> int | None:
         found: int | None = self._rust.token_to_id(token)
         return found

@@ -423,6 +423,7 @@ def test_tokenize_counts_text_and_pictures(stack: Stack):
     counted = stack.http.post("/v1/tokenize", json={"messages": question(data_url(png(7)), text="a b")}).json()
     assert counted["count"] == IMAGE_TOKENS + 3
     assert counted["max_model_len"] == 2048
+    assert counted["image_tokens"] == [IMAGE_TOKENS]
     assert_openai_error(stack.http.post("/v1/tokenize", json={}), 400)
 
 

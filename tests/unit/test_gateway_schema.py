@@ -231,7 +231,7 @@ def test_an_image_url_may_be_a_plain_string():
 def test_a_text_part_may_carry_a_stray_image_url():
     """Case B1."""
     body = chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x", "image_url": 7}]}])
-    assert body.messages[0].content == [TextContent(text="x")]
+    assert body.messages[0].content == [TextContent(type="text", text="x")]
 
 
 @pytest.mark.parametrize("kind", ["input_audio", "file", "video_url"])
@@ -259,6 +259,10 @@ def test_unknown_and_harmless_fields_are_ignored():
         metadata={"a": "b"},
         service_tier="auto",
         parallel_tool_calls=True,
+        reasoning_effort="high",
+        verbosity="low",
+        prompt_cache_key="k",
+        safety_identifier="s",
         foo=[1],
     )
     assert sent(body) == {}
@@ -283,6 +287,7 @@ def test_every_sampling_field_reaches_the_engine():
         "repetition_penalty": 1.1,
         "include_stop_str_in_output": True,
         "ignore_eos": True,
+        "skip_special_tokens": False,
         "seed": 42,
     }
     body = chat(**fields, logit_bias={"42": 100}, stop="END", stop_token_ids=[7], logprobs=True, top_logprobs=3)
@@ -311,14 +316,9 @@ def test_top_logprobs_needs_logprobs():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"functions": [{"name": "f"}]},
-        {"guided_json": {}},
-        {"guided_regex": "a+"},
-        {"structured_outputs": {"json": {}}},
+        {"prompt_logprobs": 1},
+        {"suffix": "."},
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "x"}},
         {"best_of": 3},

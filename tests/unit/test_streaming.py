@@ -8,14 +8,20 @@ from typing import Any
 
 from services.gateway.answers import Choice, usage_of
 from services.gateway.backends import LineSplitter
-from services.gateway.streaming import ChatChunks, CompletionChunks, error_frame
+from services.gateway.schema import StreamOptions
+from services.gateway.streaming import ChatChunks, ChunkTail, CompletionChunks, error_frame
+from services.gateway.tool_calls import NumberedCall, ToolCall
 from services.gateway.trace import Trace
 from shared.errors import UpstreamFailed
 from shared.wire import Finished, TokenLogprob, Tokens
 
 
-def chat_chunks(include_usage: bool = False) -> ChatChunks:
-    return ChatChunks(id="chatcmpl-1", created=7, model="demo", include_usage=include_usage)
+def tail(**options: bool) -> ChunkTail:
+    return ChunkTail(StreamOptions(**options), num_prompt_tokens=10)
+
+
+def chat_chunks(**options: bool) -> ChatChunks:
+    return ChatChunks(id="chatcmpl-1", created=7, model="demo", tail=tail(**options))
 
 
 def tokens(text: str, **fields: Any) -> Tokens:
@@ -66,6 +72,31 @@ def test_usage_is_null_in_inner_chunks_and_alone_in_the_last_if_it_was_asked_for
     assert last["usage"] == {"prompt_tokens": 3}
 
 
+def test_usage_so_far_is_in_every_chunk_if_it_was_asked_for():
+    chunks = chat_chunks(include_usage=True, continuous_usage_stats=True)
+    first, text = parsed(chunks.tokens(tokens("a")))
+    chunks.tokens(tokens(""))
+    [end] = parsed(chunks.tokens(Tokens(text="", token_ids=[1, 2], finish_reason="stop")))
+    assert first["usage"] == text["usage"] == {"prompt_tokens": 10, "completion_tokens": 1, "total_tokens": 11}
+    assert end["usage"] == {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
+    completions = CompletionChunks(
+        id="cmpl-1", created=7, model="demo", tail=tail(include_usage=True, continuous_usage_stats=True)
+    )
+    assert [parsed(completions.tokens(tokens(text), 0))[0]["usage"]["completion_tokens"] for text in "ab"] == [1, 2]
+
+
+def test_calls_of_tools_have_a_chunk_of_their_own_before_the_end():
+    calls = [NumberedCall("id0", 0, ToolCall("look", '{"at":"it"}')), NumberedCall("id1", 1, ToolCall("now", "{}"))]
+    [_, text, called, end] = parsed(chat_chunks().tokens(tokens("I look.", finish_reason="tool_calls"), calls))
+    assert text["choices"][0]["delta"] == {"content": "I look."}
+    assert called["choices"][0]["finish_reason"] is None
+    assert called["choices"][0]["delta"]["tool_calls"] == [
+        {"index": 0, "id": "id0", "type": "function", "function": {"name": "look", "arguments": '{"at":"it"}'}},
+        {"index": 1, "id": "id1", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+    ]
+    assert end["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_an_event_without_text_makes_no_chunk():
     chunks = chat_chunks()
     chunks.tokens(tokens("a"))
@@ -106,7 +137,7 @@ def test_the_last_chunk_names_the_stop_string():
 
 
 def test_completion_chunks_carry_text_and_running_offsets():
-    chunks = CompletionChunks(id="cmpl-1", created=7, model="demo", include_usage=False)
+    chunks = CompletionChunks(id="cmpl-1", created=7, model="demo", tail=tail())
     entry = TokenLogprob(token_id=1, token="ab", logprob=-0.5, bytes=[97, 98], top=[])
     events = parsed(
         chunks.tokens(tokens("ab", logprobs=[entry]), 3)

@@ -1,0 +1,66 @@
+"""The story of one response: the chat that it means, told in the words of the Responses API.
+
+Images, admission, the choice of an engine, retries and cancellation are the chat's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from services.gateway.chat import Chat, RunningChat
+from services.gateway.responses_chat import in_the_clients_words, to_chat
+from services.gateway.responses_events import ResponseEvents
+from services.gateway.responses_output import Output
+from services.gateway.responses_schema import ResponsesRequest
+from services.gateway.streaming import AnswerStream
+from services.gateway.trace import Trace
+from shared.wire import Finished
+
+
+class Responses:
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+
+    async def complete(self, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
+        """The whole answer as one body."""
+        chat = await self._start(body, trace)
+        output = Output(body, chat)
+        usage: dict[str, Any] = {}
+        is_answered = False
+        try:
+            async for event in chat.generation.events():
+                if isinstance(event, Finished):
+                    usage = self._chat.usage(chat, event, trace)
+                else:
+                    output.add(*chat.read(event))
+            is_answered = True
+        finally:
+            await self._chat.end(chat, is_answered=is_answered)
+        return output.finished(usage)
+
+    async def stream(self, body: ResponsesRequest, trace: Trace) -> AnswerStream:
+        """The same answer as events; returns when the first token is there, so that errors before it stay plain."""
+        chat = await self._start(body, trace)
+        events = ResponseEvents(Output(body, chat))
+        is_answered = False
+
+        async def frames() -> AsyncGenerator[bytes]:
+            nonlocal is_answered
+            yield events.opening()
+            async for event in chat.generation.events():
+                if isinstance(event, Finished):
+                    is_answered = True
+                    yield events.closing(self._chat.usage(chat, event, trace))
+                else:
+                    yield events.tokens(*chat.read(event))
+
+        async def close() -> None:
+            await self._chat.end(chat, is_answered=is_answered)
+
+        return AnswerStream(frames(), close, error_frame=events.failure)
+
+    async def _start(self, body: ResponsesRequest, trace: Trace) -> RunningChat:
+        request, paths = to_chat(body)
+        with in_the_clients_words(paths):
+            return await self._chat.start(request, trace)

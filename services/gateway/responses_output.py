@@ -1,0 +1,150 @@
+"""The output of one response: its items, growing event by event, and the response object that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.answers import Choice
+from services.gateway.chat import RunningChat
+from services.gateway.responses_schema import ResponsesRequest
+from services.gateway.streaming import chat_logprobs
+from services.gateway.tool_calls import NumberedCall
+from shared.wire import TokenLogprob, Tokens
+
+
+class MessageItem:
+    """A message with one part of text."""
+
+    def __init__(self, item_id: str) -> None:
+        self.id = item_id
+        self.text = Choice()
+
+    def to_body(self, status: str) -> dict[str, Any]:
+        # A message that has only begun has no part yet.
+        content = [] if status == "in_progress" else [text_part(self.text.text, self.text.logprobs)]
+        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+class CallItem:
+    """A call of a tool; known only when it is complete."""
+
+    def __init__(self, item_id: str, call: NumberedCall) -> None:
+        self.id = item_id
+        self.call = call
+
+    def to_body(self, status: str) -> dict[str, Any]:
+        function = self.call.to_body()["function"]
+        arguments = "" if status == "in_progress" else function["arguments"]
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self.call.id,
+            "name": function["name"],
+            "arguments": arguments,
+        }
+
+
+class Output:
+    """Items in the order in which they began. One request has one id in everybody's logs, so items carry it, too."""
+
+    def __init__(self, body: ResponsesRequest, chat: RunningChat) -> None:
+        self._body = body
+        self._chat = chat
+        self._suffix = chat.id.removeprefix("chatcmpl-")
+        self._is_cut = False
+        self.items: list[MessageItem | CallItem] = []
+
+    def add(self, event: Tokens, calls: Sequence[NumberedCall]) -> None:
+        self.add_text(event)
+        for call in calls:
+            self.add_call(call)
+
+    def add_text(self, event: Tokens) -> MessageItem | None:
+        """The message that has grown: the last item if it is one, or else a new one; None if there was no text."""
+        self._is_cut = self._is_cut or event.finish_reason == "length"
+        # The tokens of a call have log-probabilities, too, but are no text of a message.
+        if not event.text and (not event.logprobs or self._chat.tools is not None):
+            return None
+        message = self.message()
+        message.text.add(event)
+        return message
+
+    def add_call(self, call: NumberedCall) -> CallItem:
+        item = CallItem(f"fc_{self._suffix}_{len(self.items)}", call)
+        self.items.append(item)
+        return item
+
+    def message(self) -> MessageItem:
+        """The message that text belongs to now."""
+        last = self.items[-1] if self.items else None
+        if isinstance(last, MessageItem):
+            return last
+        message = MessageItem(f"msg_{self._suffix}_{len(self.items)}")
+        self.items.append(message)
+        return message
+
+    @property
+    def status(self) -> str:
+        """Of what is whole; only the end of an answer is ever cut."""
+        return "incomplete" if self._is_cut else "completed"
+
+    def finished(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The whole response. An answer without a word is an empty message."""
+        if not self.items:
+            self.message()
+        return self.response(self.status, usage=_usage(usage))
+
+    def response(
+        self, status: str, *, usage: dict[str, Any] | None = None, error: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        body, chat = self._body, self._chat
+        end = "incomplete" if status == "failed" else status
+        return {
+            "id": f"resp_{self._suffix}",
+            "object": "response",
+            "created_at": chat.created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": chat.model,
+            "output": [item.to_body("completed" if item is not self.items[-1] else end) for item in self.items],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": body.text.format or {"type": "text"}},
+            "tool_choice": body.echoed_tool_choice,
+            "tools": body.echoed_tools,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+        }
+
+
+def text_part(text: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": output_logprobs(logprobs)}
+
+
+def output_logprobs(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
+    found = chat_logprobs(logprobs)
+    content: list[dict[str, Any]] = found["content"] if found else []
+    return content
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """The chat's usage under this API's names."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+        "timings": usage["timings"],
+    }
