@@ -144,6 +144,7 @@ class Driver:
         images: Images | None = None,
         caching: bool = True,
         eos_token_ids: frozenset[int] = frozenset({EOS}),
+        max_prefill_tokens_while_decoding: int | None = None,
     ) -> None:
         self.images = images or Images()
         self.pool = BlockPool(num_blocks)
@@ -154,6 +155,7 @@ class Driver:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=eos_token_ids,
+            max_prefill_tokens_while_decoding=max_prefill_tokens_while_decoding,
         )
         self.runner = KvRunner(num_blocks, block_size)
         self.finished: dict[str, Finish] = {}

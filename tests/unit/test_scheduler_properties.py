@@ -29,16 +29,24 @@ class AnyTraffic(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 5),
         extra_budget=st.integers(0, 20),
+        max_prefill=st.sampled_from([None, 1, 3, 8]),
         caching=st.booleans(),
     )
     def start_engine(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, extra_budget: int, caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        max_prefill: int | None,
+        caching: bool,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_prefill_tokens_while_decoding=max_prefill,
             caching=caching,
         )
         self.driver.rewrite = self.break_rows

@@ -39,18 +39,21 @@ class BlockManager:
             return []
         hashes = extend_block_hashes(sequence, self.block_size)
         blocks: list[int] = []
-        for block_hash in hashes[first : (sequence.num_tokens - 1) // self.block_size]:
-            block = self.pool.lookup(block_hash)
+        for i in range(first, (sequence.num_tokens - 1) // self.block_size):
+            block = self.pool.lookup(hashes[i])
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def can_start(self, sequence: Sequence, cached_prefix: list[int]) -> bool:
-        """Whether the pool can hold all tokens of a waiting sequence, so that its prefill will not be cut short."""
+    def can_start(self, sequence: Sequence, cached_prefix: list[int], *, num_extra: int = 0) -> bool:
+        """Whether the pool can hold all tokens of a waiting sequence, so that its prefill will not be cut short.
+
+        num_extra   blocks that others would give back for it; negative: those to be kept for others
+        """
         num_needed = self.num_blocks_for(sequence.num_tokens) - len(cached_prefix)
         num_revived = sum(self.pool.ref_count(block) == 0 for block in cached_prefix)
-        return num_needed + num_revived <= self.pool.num_available
+        return num_needed + num_revived <= self.pool.num_available + num_extra
 
     def start(self, sequence: Sequence, cached_prefix: list[int]) -> None:
         """Give a waiting sequence its cached prefix; its computation goes on behind it."""
@@ -79,10 +82,11 @@ class BlockManager:
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False, with nothing taken, if the pool cannot."""
         num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        if num_missing <= 0:
+            return True
         if num_missing > self.pool.num_available:
             return False
-        if num_missing > 0:
-            sequence.block_table += self.pool.allocate(num_missing)
+        sequence.block_table += self.pool.allocate(num_missing)
         return True
 
     def publish_computed(self, sequence: Sequence, num_computed_before: int) -> None:

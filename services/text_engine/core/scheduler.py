@@ -11,14 +11,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.text_engine.core.batch import Batch, SampledToken, ScheduledSequence
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
 from services.text_engine.core.stopping import Finish, check_stop
+
+# Blocks kept free for each running sequence when another one starts: without them the newcomer soon preempts somebody.
+GROWTH_BLOCKS = 2
 
 
 class ImageSource(Protocol):
@@ -29,8 +31,7 @@ class ImageSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step did to one sequence: the token appended, and whether that ended it."""
 
     sequence: Sequence
@@ -39,7 +40,11 @@ class StepOutput:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, prefix caching and preemption by recompute."""
+    """Continuous batching with chunked prefill, prefix caching and preemption by recompute.
+
+    max_prefill_tokens_while_decoding   what prompts get of a step in which a sequence decodes; None: all that is left.
+                                        A bidirectional image that begins in the step may take it beyond that
+    """
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         eos_token_ids: AbstractSet[int],
+        max_prefill_tokens_while_decoding: int | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -59,6 +65,7 @@ class Scheduler:
         self.images = images
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prefill_tokens_while_decoding = max_prefill_tokens_while_decoding
         self.eos_token_ids = eos_token_ids
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -66,12 +73,19 @@ class Scheduler:
         self._arrivals = 0
 
     @property
+    def max_whole_span(self) -> int:
+        """Rows of the largest bidirectional image span that is sure to get into one step, whatever else runs."""
+        return self.max_num_batched_tokens - self.max_num_seqs + 1
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It must fit into the pool when it is alone, or it would wait for ever."""
+        """Queue a sequence. It must fit into the pool when it is alone, and its bidirectional images into a step, or it
+        would wait for ever."""
         assert 0 < sequence.num_tokens < sequence.max_total_tokens <= self.blocks.max_sequence_tokens + 1
+        assert all(s.num_tokens <= self.max_whole_span for s in sequence.images if s.attention == "bidirectional")
         sequence.arrival = self._arrivals
         self._arrivals += 1
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
@@ -93,6 +107,8 @@ class Scheduler:
         step = _Step(self.max_num_batched_tokens)
         for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
             self._schedule_running(step, sequence, 1)
+        if step.scheduled and self.max_prefill_tokens_while_decoding is not None:
+            step.limit_prompts(self.max_prefill_tokens_while_decoding)
         self._schedule_prompts(step)
         return Batch(list(step.scheduled.values()))
 
@@ -127,37 +143,57 @@ class Scheduler:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def _schedule_prompts(self, step: _Step) -> None:
-        """Prefill chunks, oldest first; of what decodes leave of the budget, up to a quarter is kept for prompts short
-        enough to fit into it, so that a question does not wait behind somebody's book.
+        """Prefill chunks, oldest first; of what decodes leave of the step, up to a quarter is kept for prompts short
+        enough to fit into it, so that a question does not wait behind somebody's book. Where decodes limit prompts
+        further it is up to half of that: questions stay as short as they were, and the book gets the other half.
         """
         candidates = [s for s in self.running if s.num_uncomputed_tokens > 1]
-        if len(self.running) < self.max_num_seqs and not step.has_preempted:
-            candidates += self.waiting
-        quarter = step.budget // 4
-        short_tokens = [self._num_short_tokens(s, quarter) for s in candidates]
+        if not step.has_preempted and (len(self.running) < self.max_num_seqs or self._stalled(step)):
+            is_ready = self.images.is_ready
+            candidates += [s for s in self.waiting if s.awaited_image is None or is_ready(s, s.awaited_image)]
+        if not candidates:
+            return
+        most_short = min(step.budget // 4, step.prompt_budget // 2)
+        short_tokens = self._short_tokens(step, candidates, most_short)
         num_short_tokens = sum(short_tokens)
-        for sequence, num_short in zip(candidates, short_tokens, strict=True):
-            if step.budget <= 0:
+        for i, sequence in enumerate(candidates):
+            if step.prompt_budget <= 0:
                 break
+            num_short = short_tokens[i] if i < len(short_tokens) else 0
             num_short_tokens -= num_short
-            is_short = sequence.num_uncomputed_tokens <= quarter
-            budget = step.budget if is_short else step.budget - min(quarter, num_short_tokens)
+            num_kept = 0 if num_short else min(most_short, num_short_tokens)
+            budget = step.prompt_budget - num_kept
             if sequence.status is SequenceStatus.RUNNING:
                 self._continue_prompt(step, sequence, budget)
-            elif step.has_preempted or len(self.running) == self.max_num_seqs:
+            elif step.has_preempted:
                 break  # nobody starts on blocks that were just taken from another
             elif not self._try_start(step, sequence, budget):
                 break
 
+    def _short_tokens(self, step: _Step, candidates: list[Sequence], most_short: int) -> list[int]:
+        """What each candidate could use if it is short, as far down the queue as this step can come: a thousand waiting
+        sequences must not cost every step a look at all of them."""
+        num_slots = self.max_num_seqs - len(self.running)
+        num_left = step.prompt_budget if most_short > 0 else 0
+        found: list[int] = []
+        for sequence in candidates:
+            if sequence.status is SequenceStatus.WAITING and not sequence.images:
+                num_slots -= 1
+            if num_slots < 0 or num_left <= 0:
+                break
+            found.append(self._num_short_tokens(sequence, most_short))
+            num_left -= found[-1]
+        return found
+
     def _num_short_tokens(self, sequence: Sequence, limit: int) -> int:
-        """What a prompt of at most `limit` uncomputed tokens could use now; nothing for a longer one."""
-        if sequence.num_uncomputed_tokens > limit:
-            return 0
+        """What a prompt could use now that has at most `limit` tokens left to compute; nothing for a longer one.
+
+        What the prefix cache holds need not be computed: a new question in a long conversation is short.
+        """
         start = sequence.num_computed_tokens
-        if sequence.images and sequence.status is SequenceStatus.WAITING:
-            # Images in the prefix cache are not needed, and to ask whether they are ready would fetch them.
+        if sequence.status is SequenceStatus.WAITING:
             start = len(self.blocks.find_cached_prefix(sequence)) * self.blocks.block_size
-        return self._num_ready_tokens(sequence, start)
+        return self._num_ready_tokens(sequence, start) if sequence.num_tokens - start <= limit else 0
 
     def _continue_prompt(self, step: _Step, sequence: Sequence, budget: int) -> None:
         """The next chunk of an unfinished prompt, unless somebody else has computed it, or is about to."""
@@ -168,14 +204,22 @@ class Scheduler:
             self._schedule_running(step, sequence, min(budget, sequence.num_uncomputed_tokens))
 
     def _try_start(self, step: _Step, sequence: Sequence, budget: int) -> bool:
-        """Admit a waiting sequence. False: memory is short, so nobody behind it may overtake it."""
+        """Admit a waiting sequence. False: room is short, so nobody behind it may overtake it."""
         prefix = self.blocks.find_cached_prefix(sequence)
         start = len(prefix) * self.blocks.block_size
-        num_new_tokens = min(budget, self._num_ready_tokens(sequence, start))
+        num_ready_tokens = self._num_ready_tokens(sequence, start)
+        sequence.awaited_image = None if num_ready_tokens else sequence.images_between(start, sequence.num_tokens)[0]
+        num_new_tokens = min(budget, num_ready_tokens)
         if num_new_tokens <= 0 or self._is_being_computed(step, sequence, len(prefix)):
             return True
-        if not self.blocks.can_start(sequence, prefix):
+        num_new_tokens = self._without_cuts(step, sequence, start, num_new_tokens)
+        if num_new_tokens <= 0:
             return False
+        if not self._has_room(sequence, prefix):
+            if start + num_ready_tokens < sequence.num_tokens:
+                return True  # it would soon wait for an image: those behind it need not
+            if not self._make_room(step, sequence, prefix):
+                return False
         self.blocks.start(sequence, prefix)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = start
@@ -187,13 +231,37 @@ class Scheduler:
         self._add_to_step(step, sequence, num_new_tokens)
         return True
 
+    def _has_room(self, sequence: Sequence, prefix: list[int], leaving: list[Sequence] | None = None) -> bool:
+        """A slot, and blocks for the whole sequence and for what those that run will soon write.
+
+        leaving   as if these gave their places up
+        """
+        leaving = leaving or []
+        num_staying = len(self.running) - len(leaving)
+        num_returned = sum(len(s.block_table) for s in leaving)
+        num_free = num_returned - GROWTH_BLOCKS * num_staying
+        return num_staying < self.max_num_seqs and self.blocks.can_start(sequence, prefix, num_extra=num_free)
+
+    def _make_room(self, step: _Step, sequence: Sequence, prefix: list[int]) -> bool:
+        """Let a sequence that needs nothing but room have that of sequences that can only wait for an image: nobody
+        waits for other people's images. No two change places for ever, since those would not be let in this way."""
+        stalled = self._stalled(step)
+        if not stalled or not self._has_room(sequence, prefix, leaving=stalled):
+            return False
+        while stalled and not self._has_room(sequence, prefix):
+            self._set_aside(stalled.pop())
+        return self._has_room(sequence, prefix)
+
     def _is_being_computed(self, step: _Step, sequence: Sequence, num_blocks_done: int) -> bool:
         """Whether most of what this sequence still needs is computed in this very step for another one: then it waits
         a step and finds it in the prefix cache (the same new picture asked about by many at once)."""
         block_size = self.blocks.block_size
+        if not step.pending_hashes:
+            return False
+        hashes = extend_block_hashes(sequence, block_size)
         num_coming = 0
-        for block_hash in extend_block_hashes(sequence, block_size)[num_blocks_done:]:
-            if block_hash not in step.pending_hashes:
+        while num_blocks_done + num_coming < len(hashes):
+            if hashes[num_blocks_done + num_coming] not in step.pending_hashes:
                 break
             num_coming += 1
         return 2 * num_coming * block_size > sequence.num_tokens - num_blocks_done * block_size
@@ -204,7 +272,9 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted earlier in this step
         start = sequence.num_computed_tokens
-        num_new_tokens = min(num_new_tokens, step.budget, self._num_ready_tokens(sequence, start))
+        if sequence.has_images_from(start):
+            num_new_tokens = min(num_new_tokens, self._num_ready_tokens(sequence, start))
+            num_new_tokens = self._without_cuts(step, sequence, start, num_new_tokens)
         if num_new_tokens <= 0:
             return
         while not self.blocks.grow(sequence, start + num_new_tokens):
@@ -216,14 +286,24 @@ class Scheduler:
 
     def _preemption_victim(self, step: _Step) -> Sequence:
         """Who gives up its blocks: one that only waits for an image, else the last in order, in this step or not."""
-        for sequence in reversed(self.running):
-            is_stalled = self._num_ready_tokens(sequence, sequence.num_computed_tokens) == 0
-            if is_stalled and sequence not in step.scheduled:
-                return sequence
-        return self.running[-1]
+        stalled = self._stalled(step)
+        return stalled[-1] if stalled else self.running[-1]
+
+    def _stalled(self, step: _Step) -> list[Sequence]:
+        """Who holds blocks and can do nothing until an image arrives."""
+        return [
+            sequence
+            for sequence in self.running
+            if sequence.has_images_from(sequence.num_computed_tokens)
+            and sequence not in step.scheduled
+            and self._num_ready_tokens(sequence, sequence.num_computed_tokens) == 0
+        ]
 
     def _preempt(self, step: _Step, sequence: Sequence) -> None:
         step.drop(sequence)
+        self._set_aside(sequence)
+
+    def _set_aside(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.release(sequence)
         sequence.status = SequenceStatus.WAITING
@@ -236,10 +316,25 @@ class Scheduler:
 
     def _num_ready_tokens(self, sequence: Sequence, start: int) -> int:
         """Uncomputed tokens up to the first image whose embedding has not arrived."""
-        for span in sequence.images_between(start, sequence.num_tokens):
-            if not self.images.is_ready(sequence, span):
-                return max(span.start - start, 0)
+        if sequence.has_images_from(start):
+            for span in sequence.images_between(start, sequence.num_tokens):
+                if not self.images.is_ready(sequence, span):
+                    return max(span.start - start, 0)
         return sequence.num_tokens - start
+
+    def _without_cuts(self, step: _Step, sequence: Sequence, start: int, num_new_tokens: int) -> int:
+        """The chunk's length so that it cuts no bidirectional image: its rows see each other, so one step computes all.
+
+        The chunk ends before such an image or, if it would begin there, takes of the step's budget what the image
+        needs; 0 if the budget has too little left.
+        """
+        if num_new_tokens <= 0:
+            return 0
+        end = start + num_new_tokens
+        for span in sequence.images_between(start, end):
+            if span.attention == "bidirectional" and span.end > end:
+                end = span.start if span.start > start else span.end
+        return end - start if end - start <= step.budget else 0
 
     def _request_images(self, sequence: Sequence) -> None:
         """Have the images on their way before the sequence's turn comes; those in the prefix cache are not needed."""
@@ -257,13 +352,25 @@ class Scheduler:
 
 
 class _Step:
-    """One step while it is put together. pending_hashes: blocks that will be full when it is done."""
+    """One step while it is put together. pending_hashes: blocks that will be full when it is done.
+
+    budget           tokens that it has room for
+    prompt_budget    those of them that prompts may fill
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self._num_withheld = 0
         self.scheduled: dict[Sequence, ScheduledSequence] = {}
         self.pending_hashes: set[bytes] = set()
         self.has_preempted = False
+
+    @property
+    def prompt_budget(self) -> int:
+        return self.budget - self._num_withheld
+
+    def limit_prompts(self, max_tokens: int) -> None:
+        self._num_withheld = max(0, self.budget - max_tokens)
 
     def add(self, item: ScheduledSequence) -> None:
         self.scheduled[item.sequence] = item
