@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Every Triton kernel of the tests runs in the interpreter: the same source, no GPU. Triton decides it when a kernel's
+# module is imported, so it has to be said before any test imports one.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from collections.abc import Callable
 from pathlib import Path
 

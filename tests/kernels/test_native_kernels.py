@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,30 @@ def test_silu_mul_equals_the_reference(instruction_set, dtype, num_rows, dim, se
     gate_up = normal(num_rows, 2 * dim, dtype=dtype, seed=seed) * scale
     kernels = NativeKernels(native_library(instruction_set))
     assert_nearly_identical(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@all_instruction_sets
+@both_dtypes
+@examples
+@given(num_rows=rows, dim=dims, seed=seeds, scale=st.sampled_from([0.01, 1.0, 30.0]))
+def test_gelu_tanh_mul_equals_the_reference(instruction_set, dtype, num_rows, dim, seed, scale):
+    gate_up = normal(num_rows, 2 * dim, dtype=dtype, seed=seed) * scale
+    actual = NativeKernels(native_library(instruction_set)).gelu_tanh_mul(gate_up)
+    # In fp64: where 1 + tanh(x) cancels, the reference in fp32 has few digits left.
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    activated = gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    rtol = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual.double(), activated * up, rtol=rtol, atol=1e-30)
+
+
+@all_instruction_sets
+@both_dtypes
+def test_gelu_keeps_its_limits(instruction_set, dtype):
+    gate = torch.tensor([-3e38, -200.0, -10.0, -0.0, 0.0, 10.0, 3e38, torch.inf, torch.nan])
+    gate_up = torch.stack((gate, torch.ones_like(gate)), dim=1).to(dtype)
+    actual = NativeKernels(native_library(instruction_set)).gelu_tanh_mul(gate_up)
+    expected = reference.gelu_tanh_mul(gate_up)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @all_instruction_sets

@@ -16,7 +16,8 @@ import torch
 class AttentionMetadata:
     """Where each sequence's tokens are, in the flat batch and in the paged cache. All tensors on the model's device.
 
-    cu_seqlens_q  [num_seqs + 1] int32; sequence i's new tokens are rows cu_seqlens_q[i] : cu_seqlens_q[i + 1]
+    cu_seqlens_q  [num_seqs + 1] int32; sequence i's new tokens are rows cu_seqlens_q[i] : cu_seqlens_q[i + 1]; a
+                  sequence may have none, and the last rows may be in no sequence: what comes out for them is arbitrary
     seq_lens      [num_seqs] int32; cached tokens plus this step's: new token j of sequence i sits at position
                   seq_lens[i] - num_new_tokens[i] + j and sees every position up to its own
     block_tables  [num_seqs, max_blocks] int32; padding entries are 0 and never read

@@ -80,7 +80,8 @@ def _attend_one(
     visible       [num_new, seq_len] bool
     returns       [num_new, num_heads, head_dim]
     """
-    grouped_query = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
+    group = shape.num_heads // shape.num_kv_heads
+    grouped_query = query.view(query.shape[0], shape.num_kv_heads, group, shape.head_dim)
     scores = torch.einsum("qkgd,skd->kgqs", grouped_query, keys) * shape.scale
     if shape.soft_cap is not None:
         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)

@@ -5,6 +5,8 @@ Called several times per layer and step, so each method checks shapes with asser
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from services.text_engine.kernels.native_library import ELEMENT_TYPES, NativeLibrary
@@ -81,10 +83,16 @@ class NativeKernels:
         return query, key
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._gated_product(self._library.silu_mul, gate_up)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._gated_product(self._library.gelu_tanh_mul, gate_up)
+
+    def _gated_product(self, function: Callable[..., None], gate_up: torch.Tensor) -> torch.Tensor:
         assert gate_up.stride(1) == 1
         num_tokens, double = gate_up.shape
         out = torch.empty((num_tokens, double // 2), dtype=gate_up.dtype)
-        self._library.silu_mul(
+        function(
             ELEMENT_TYPES[gate_up.dtype],
             gate_up.data_ptr(),
             out.data_ptr(),

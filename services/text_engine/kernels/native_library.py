@@ -43,6 +43,7 @@ class NativeLibrary:
         self.pack_weight = function("pack_weight", c_int32, *[c_void_p] * 2, *[c_int64] * 2, c_int32)
         self.matmul = function("matmul", c_int32, *[c_void_p] * 4, *[c_int64] * 4, c_int32)
         self.silu_mul = function("silu_mul", c_int32, *[c_void_p] * 2, *[c_int64] * 3, c_int32)
+        self.gelu_tanh_mul = function("gelu_tanh_mul", c_int32, *[c_void_p] * 2, *[c_int64] * 3, c_int32)
 
 
 def load_native() -> NativeLibrary | None:

@@ -76,6 +76,21 @@ void rotate_heads(typename Element::Scalar* heads, int num_heads, int64_t head_s
     }
 }
 
+// out = activation(gate) * up, the activation rounded to Element before the product
+template <class Element, class Activation>
+void gated_product(const void* gate_up, void* out, int64_t num_rows, int64_t intermediate, int64_t gate_up_stride,
+                   int32_t num_threads, Activation activation) {
+    using Scalar = typename Element::Scalar;
+    for_each_row(num_rows, intermediate, num_threads, [&](int64_t row) {
+        const Scalar* gate = (const Scalar*)gate_up + row * gate_up_stride;
+        const Scalar* up = gate + intermediate;
+        Scalar* out_row = (Scalar*)out + row * intermediate;
+        for_each_span<Element>(intermediate, [&](auto span) {
+            span.store(out_row, Element::rounded(activation(span.load(gate))) * span.load(up));
+        });
+    });
+}
+
 }  // namespace
 }  // namespace diptych
 
@@ -144,18 +159,23 @@ DIPTYCH_EXPORT void diptych_rotary(int32_t element_type, void* query, void* key,
 DIPTYCH_EXPORT void diptych_silu_mul(int32_t element_type, const void* gate_up, void* out, int64_t num_rows,
                                      int64_t intermediate, int64_t gate_up_stride, int32_t num_threads) {
     with_element(element_type, [&](auto element) {
-        using Element = decltype(element);
-        using Scalar = typename Element::Scalar;
-        for_each_row(num_rows, intermediate, num_threads, [&](int64_t row) {
-            const Scalar* gate = (const Scalar*)gate_up + row * gate_up_stride;
-            const Scalar* up = gate + intermediate;
-            Scalar* out_row = (Scalar*)out + row * intermediate;
-            for_each_span<Element>(intermediate, [&](auto span) {
-                // Below -87 silu is 0 in either type; exp(-x) must not overflow. This order of arguments keeps a NaN.
-                const F32 x = max(splat(-87.0f), span.load(gate));
-                const F32 power = exp2(x * splat(-1.44269504f));
-                span.store(out_row, Element::rounded(x / (splat(1.0f) + power)) * span.load(up));
-            });
+        gated_product<decltype(element)>(gate_up, out, num_rows, intermediate, gate_up_stride, num_threads, [](F32 x) {
+            // Below -87 silu is 0 in either type; exp(-x) must not overflow. This order of arguments keeps a NaN.
+            x = max(splat(-87.0f), x);
+            return x / (splat(1.0f) + exp2(x * splat(-1.44269504f)));
+        });
+    });
+}
+
+// out = gelu_tanh(gate) * up, where gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)).   As silu_mul
+DIPTYCH_EXPORT void diptych_gelu_tanh_mul(int32_t element_type, const void* gate_up, void* out, int64_t num_rows,
+                                          int64_t intermediate, int64_t gate_up_stride, int32_t num_threads) {
+    with_element(element_type, [&](auto element) {
+        gated_product<decltype(element)>(gate_up, out, num_rows, intermediate, gate_up_stride, num_threads, [](F32 x) {
+            // Below -10 gelu is 0 in either type, and the exponential would soon overflow.
+            x = max(splat(-10.0f), x);
+            const F32 inner = x * fma(splat(0.044715f), x * x, splat(1.0f));
+            return x / (splat(1.0f) + exp2(inner * splat(-1.59576912f * 1.44269504f)));
         });
     });
 }
