@@ -57,7 +57,7 @@ class Stopwatch:
 
 def instrument(engine: Engine) -> Stopwatch:
     watch = Stopwatch()
-    decoder = engine.runner._decoder
+    decoder = engine.runner._forward_pass._decoder
     layer = decoder._layers[0]
     for product in (Linear, PackedLinear):
         watch.wrap(product, "__call__", "matmul")
@@ -68,7 +68,7 @@ def instrument(engine: Engine) -> Stopwatch:
     watch.wrap(decoder, "embed", "embedding")
     watch.wrap(decoder, "forward", "layers' Python")
     watch.wrap(engine.runner._sampler, "sample", "sampler")
-    watch.wrap(model_runner, "build_batch_tensors", "batch tensors")
+    watch.wrap(model_runner, "build_batch_arrays", "batch arrays")
     watch.wrap(model_runner, "merge_image_rows", "image rows")
     watch.wrap(engine.runner, "execute_model", "runner's Python")
     watch.wrap(engine.scheduler, "schedule", "schedule")

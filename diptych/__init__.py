@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diptych.client import Client
     from diptych.llm import LLM
-    from shared.sampling import SamplingParams
+    from shared.sampling import Constraint, SamplingParams
 
-__all__ = ["LLM", "Client", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Client", "Constraint", "SamplingParams", "__version__"]
 
 __version__ = metadata.version("diptych")
 
-_HOMES = {"LLM": "diptych.llm", "Client": "diptych.client", "SamplingParams": "shared.sampling"}
+_HOMES = {
+    "LLM": "diptych.llm",
+    "Client": "diptych.client",
+    "Constraint": "shared.sampling",
+    "SamplingParams": "shared.sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

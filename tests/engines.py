@@ -76,15 +76,24 @@ class EngineDriver:
         self.engine.scheduler.schedule = recorded  # type: ignore[method-assign]
 
     def add(
-        self, request_id: str, token_ids: Sequence[int], *, images: Sequence[ImageSpan] = (), **sampling: Any
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        images: Sequence[ImageSpan] = (),
+        image_refs: tuple[ImageRef, ...] | None = None,
+        **sampling: Any,
     ) -> None:
         priority = sampling.pop("priority", 0)
         salt = sampling.pop("cache_salt", "")
         sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | sampling
-        refs = tuple(
-            ImageRef(image_key=span.image_key, num_tokens=span.num_tokens, width=1, height=1, encoder_url="http://x")
-            for span in images
-        )
+        if image_refs is None:
+            image_refs = tuple(
+                ImageRef(
+                    image_key=span.image_key, num_tokens=span.num_tokens, width=1, height=1, encoder_url="http://x"
+                )
+                for span in images
+            )
         self.answers[request_id] = Answer()
         self.engine.add(
             EngineRequest(
@@ -92,7 +101,7 @@ class EngineDriver:
                 token_ids=list(token_ids),
                 sampling=SamplingParams(**sampling),
                 images=tuple(images),
-                image_refs=refs,
+                image_refs=image_refs,
                 priority=priority,
                 cache_salt=salt,
             )

@@ -17,11 +17,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from services.text_engine.config import TextEngineSettings
+from services.text_engine.runner.tensor_parallel import end_without_cleanup
 from services.text_engine.service import TextEngineService
 from shared.errors import NotReady
 from shared.http_errors import error_response, install_error_handlers
 from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
+from shared.request_id import RequestIds
 from shared.server import serve
 from shared.wire import (
     NDJSON,
@@ -48,6 +50,7 @@ def create_app(settings: TextEngineSettings) -> FastAPI:
         await service.close()
 
     app = FastAPI(title="Diptych text engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(RequestIds)
     install_error_handlers(app)
     _add_routes(app)
     return app
@@ -64,13 +67,17 @@ def run(settings: TextEngineSettings) -> None:
     def start_draining() -> None:
         app.state.service.is_draining = True
 
-    serve(
-        app,
-        host=settings.host,
-        port=settings.port,
-        drain_timeout_s=settings.drain_timeout_s,
-        on_drain=start_draining,
-    )
+    try:
+        serve(
+            app,
+            host=settings.host,
+            port=settings.port,
+            drain_timeout_s=settings.drain_timeout_s,
+            on_drain=start_draining,
+        )
+    finally:
+        if settings.tensor_parallel_size > 1 and getattr(app.state, "failed", False):
+            end_without_cleanup(1)  # a thread may be waiting, for good, for a process that shared the model
 
 
 async def _load_or_die(app: FastAPI, service: TextEngineService) -> None:

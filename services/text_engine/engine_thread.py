@@ -17,10 +17,13 @@ from concurrent.futures import Future
 
 from services.text_engine.build import BuiltEngine
 from services.text_engine.engine import Engine, EngineOutput, EngineRequest, RequestFailed
+from services.text_engine.runner.tensor_parallel import RankFailed
 from shared.errors import DiptychError
 from shared.log import get_logger
 
 log = get_logger(__name__)
+
+STUCK_TIMEOUT_S = 2.0
 
 Command = Callable[[Engine], list[EngineOutput]]
 
@@ -28,6 +31,8 @@ Command = Callable[[Engine], list[EngineOutput]]
 class EngineThread:
     """Owns the only thread that touches the engine.
 
+    build     makes the engine, in the thread; what it is given is to be called, from any thread, with the reason if the
+              engine can never step again
     deliver   called on the event loop with the outputs of one step, in order
     on_step   called in the thread after a step with its seconds, and with None when there is nothing left to compute
     on_death  called on the event loop if the thread dies: no request will get any more outputs
@@ -35,7 +40,7 @@ class EngineThread:
 
     def __init__(
         self,
-        build: Callable[[], BuiltEngine],
+        build: Callable[[Callable[[str], None]], BuiltEngine],
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[list[EngineOutput]], None],
         on_step: Callable[[Engine, float | None], None],
@@ -61,11 +66,11 @@ class EngineThread:
         return self._built
 
     def stop(self) -> None:
-        """Finish the current step and end the thread; waits for it."""
+        """Finish the current step and end the thread; waits for it, unless it is known to be stuck."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(STUCK_TIMEOUT_S if self._has_died else None)
 
     @property
     def is_alive(self) -> bool:
@@ -96,7 +101,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            built = self._build()
+            built = self._build(self._give_up)
         except BaseException as error:  # noqa: BLE001 - whoever started the thread hears of it
             self._built.set_exception(error)
             return
@@ -108,11 +113,29 @@ class EngineThread:
             while self._wait_for_work():
                 self._run_commands(built.engine)
                 self._step(built.engine)
+        except RankFailed as error:
+            self._give_up(str(error))
         except BaseException:
             log.exception("the engine's thread died; this service is no longer ready")
-            self._has_died = True
-            self._loop.call_soon_threadsafe(self._on_death)
+            self._die()
             raise
+        finally:
+            built.engine.close()
+
+    def _give_up(self, reason: str) -> None:
+        """From any thread: the engine's may be asleep, or in a step that will never end."""
+        if self._die():
+            log.error("the engine cannot go on; this service is no longer ready", reason=reason)
+
+    def _die(self) -> bool:
+        """True: it has just happened, and all are told."""
+        with self._wake:
+            is_news = not (self._has_died or self._is_stopping)
+            self._has_died = self._is_stopping = True
+            self._wake.notify()
+        if is_news:
+            self._loop.call_soon_threadsafe(self._on_death)
+        return is_news
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False: stop. Blocked sequences wake up by the command that brings

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diptych import LLM, SamplingParams
+from diptych import LLM, Constraint, SamplingParams
 from shared.errors import InvalidImage, InvalidRequest
 from tests.conftest import CheckpointFactory
 
@@ -42,7 +42,9 @@ def transformers_answer(folder: Path, question: str, image: bytes) -> list[int]:
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.fixture(scope="module", params=["llava_clip_llama", "llava_siglip_qwen2", "llava_clip_full"])
+@pytest.fixture(
+    scope="module", params=["llava_clip_llama", "llava_siglip_qwen2", "llava_clip_full", "llava_next_vicuna"]
+)
 def folder(checkpoint: CheckpointFactory, request: pytest.FixtureRequest) -> Path:
     return checkpoint(request.param)
 
@@ -108,3 +110,13 @@ def test_an_interrupted_batch_leaves_nothing_for_the_next_one(checkpoint: Checkp
         llm.generate(["one", "two"], SamplingParams(max_tokens=50), on_progress=interrupt)
     [output] = llm.generate(["three"], SamplingParams(temperature=0.0, max_tokens=3))
     assert output.error is None
+
+
+def test_a_constraint_holds_and_a_bad_one_fails_its_prompts_alone(checkpoint: CheckpointFactory):
+    llm = LLM(checkpoint("llama"), dtype="float32", num_threads=1, kv_cache_memory="16MiB")
+    choice = Constraint(kind="choice", value='["yes", "no"]')
+    outputs = llm.generate(["a", "b"], SamplingParams(temperature=1.0, max_tokens=20, seed=1, constraint=choice))
+    assert {output.text for output in outputs} <= {"yes", "no"}
+    [refused] = llm.generate(["a"], SamplingParams(constraint=Constraint(kind="regex", value="(", param="constraint")))
+    assert isinstance(refused.error, InvalidRequest)
+    assert refused.error.param == "constraint"

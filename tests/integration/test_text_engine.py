@@ -39,10 +39,13 @@ from services.text_engine.core.batch import Batch, SampledToken
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.engine import Engine
 from services.text_engine.service import TextEngineService
-from shared.embedding_cache import EMBEDDING_PREFIX, EmbeddingCache, ImageMetadata
+from shared.embedding_cache import EMBEDDING_PREFIX, EmbeddingCache
 from shared.errors import EmbeddingNotFound
 from shared.http_errors import error_response
+from shared.lines import lines_of
+from shared.row_codec import dequantize_rows, quantize_rows
 from shared.torch_io import tensor_to_blob
+from shared.wire import ImageMetadata
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 from tests.gateway_stack import assert_openai_error, eventually
@@ -59,10 +62,15 @@ ENDLESS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens":
 PROMPT = "The quick brown fox jumps over the lazy dog"
 
 
+def lines_in(response: httpx.Response) -> list[bytes]:
+    """Not `text.splitlines()`: what a model says may hold characters that it takes for line ends."""
+    return list(lines_of(iter([response.content])))
+
+
 class Events:
     """What one request got, line by line."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[bytes]) -> None:
         self.all = [json.loads(line, parse_constant=_no_constant) for line in lines]
         self.tokens = [event for event in self.all if event["event"] == "tokens"]
 
@@ -134,7 +142,7 @@ class Served:
     def events(self, body: Any) -> Events:
         response = self.post(body)
         assert response.status_code == 200, response.text
-        return Events(response.text.splitlines())
+        return Events(lines_in(response))
 
     def refusal(self, prompt: Any = PROMPT, **sampling: Any) -> dict[str, Any]:
         return assert_openai_error(self.post(self.body(prompt, **(GREEDY | sampling))), 400)
@@ -208,7 +216,7 @@ def text_engine(shared_text_engine: Served) -> Iterator[Served]:
 def test_a_request_is_started_gets_tokens_and_is_finished(text_engine: Served, text_folder: Path):
     response = text_engine.post(text_engine.body(**GREEDY))
     assert response.headers["content-type"].startswith("application/x-ndjson")
-    events = Events(response.text.splitlines())
+    events = Events(lines_in(response))
     assert events.kinds == ["started", *["tokens"] * 12, "finished"]
     reasons = [event.get("finish_reason") for event in events.tokens]
     assert reasons == [None] * 11 + ["length"]
@@ -226,7 +234,7 @@ def test_a_request_is_started_gets_tokens_and_is_finished(text_engine: Served, t
 
 def test_tokens_arrive_while_the_answer_is_still_being_made(text_engine: Served):
     with text_engine.http.stream("POST", "/v1/generate", json=text_engine.body(**ENDLESS)) as response:
-        lines = response.iter_lines()
+        lines = lines_of(response.iter_bytes())
         assert json.loads(next(lines))["event"] == "started"
         assert json.loads(next(lines))["event"] == "tokens"
         assert text_engine.engine.num_requests == 1
@@ -422,7 +430,7 @@ def test_wrong_paths_and_methods_get_error_objects(text_engine: Served):
 def test_a_request_id_in_use_is_refused_and_the_first_request_goes_on(text_engine: Served):
     body = text_engine.body(**ENDLESS)
     with text_engine.http.stream("POST", "/v1/generate", json=body) as response:
-        lines = response.iter_lines()
+        lines = lines_of(response.iter_bytes())
         next(lines)
         assert assert_openai_error(text_engine.post(body), 400)["param"] == "request_id"
         assert json.loads(list(lines)[-1])["event"] == "finished"
@@ -436,7 +444,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(text_folder: Path):
         lasts = []
         for answer in answers:
             if answer.status_code == 200:
-                lasts.append(Events(answer.text.splitlines()).all[-1])
+                lasts.append(Events(lines_in(answer)).all[-1])
                 continue
             assert_openai_error(answer, 503, "overloaded")
             assert int(answer.headers["retry-after"]) >= 1
@@ -601,7 +609,7 @@ def held_steps(served: Served) -> Iterator[Gate]:
 def test_an_aborted_request_ends_with_an_error_event_and_frees_its_blocks(text_engine: Served):
     body = text_engine.body(**ENDLESS)
     with text_engine.http.stream("POST", "/v1/generate", json=body) as response:
-        lines = response.iter_lines()
+        lines = lines_of(response.iter_bytes())
         for _ in range(3):
             next(lines)
         for request_id in (body["request_id"], body["request_id"], "never heard of"):
@@ -712,7 +720,7 @@ def test_a_dead_engine_thread_fails_both_probes_and_hangs_nobody(text_folder: Pa
     """Case E13."""
     with running(text_folder) as served, ThreadPoolExecutor(1) as pool:
         with served.http.stream("POST", "/v1/generate", json=served.body(**ENDLESS), timeout=5) as response:
-            lines = response.iter_lines()
+            lines = lines_of(response.iter_bytes())
             next(lines)
             next(lines)
             served.engine.scheduler.schedule = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
@@ -817,7 +825,7 @@ class Picture:
     def store(self, valkey: ValkeyServer) -> None:
         async def put() -> None:
             cache = EmbeddingCache(valkey.connection_url)
-            assert await cache.put(self.key, ImageMetadata(NUM_ROWS, 60, 44), self.blob)
+            assert await cache.put(self.key, ImageMetadata(num_tokens=NUM_ROWS, width=60, height=44), self.blob)
             await cache.close()
 
         asyncio.run(put())
@@ -935,7 +943,19 @@ def entries(picture: Picture, canary: Path) -> dict[str, bytes]:
         "too few rows": tensor_to_blob(picture.rows[:-1]),
         "other width": tensor_to_blob(picture.rows[:, :-1]),
         "not finite": tensor_to_blob(holed),
+        "quantized to another width": tensor_to_blob(quantize_rows(picture.rows[:, :-4])),
+        "quantized with an infinite scale": tensor_to_blob(torch.full((NUM_ROWS, HIDDEN_SIZE + 4), 127).to(torch.int8)),
     }
+
+
+def test_an_embedding_stored_in_small_numbers_is_read_as_the_rows_it_stands_for(
+    llava: Served, encoder: ScriptedEmbeddings, oracle: Oracle
+):
+    picture = Picture()
+    stored = quantize_rows(picture.rows)
+    picture.rows = dequantize_rows(stored)
+    encoder.blobs[picture.key] = tensor_to_blob(stored)
+    assert llava.generate(picture.messages(encoder.url)).token_ids == oracle(llava, picture)
 
 
 def test_entries_that_are_no_such_embedding_are_pulled_from_the_encoder_and_never_loaded(
@@ -963,13 +983,19 @@ def test_what_an_encoder_sends_is_checked_as_well(
 ):
     """Cases C16, D26, E9: the request fails before its first token, the next one with the right rows is served."""
     canary = tmp_path / "canary"
-    wanted = {"too few rows": "encode_failed", "other width": "encode_failed", "not finite": "encode_failed"}
+    whole_but_wrong = {
+        "too few rows",
+        "other width",
+        "not finite",
+        "quantized to another width",
+        "quantized with an infinite scale",
+    }
     for name in entries(Picture(), canary):
         picture = Picture()
         encoder.blobs[picture.key] = entries(picture, canary)[name]
         events = llava.generate(picture.messages(encoder.url))
         assert events.kinds == ["started", "error"], name
-        assert events.error["code"] == wanted.get(name, "upstream_failed"), name
+        assert events.error["code"] == ("encode_failed" if name in whole_but_wrong else "upstream_failed"), name
         encoder.blobs[picture.key] = picture.blob
         assert len(llava.generate(picture.messages(encoder.url)).token_ids) == 12
     assert not canary.exists()
@@ -1004,7 +1030,7 @@ def test_an_address_that_is_none_fails_the_request_instead_of_hanging_it(llava: 
         if response.status_code != 200:
             assert_openai_error(response, 400)
         else:
-            assert Events(response.text.splitlines()).error["status"] >= 404
+            assert Events(lines_in(response)).error["status"] >= 404
 
 
 def test_a_good_reference_helps_those_who_came_with_a_dead_one(
@@ -1164,7 +1190,7 @@ def test_sigterm_lets_running_answers_finish_and_takes_nothing_new(text_folder: 
     with process(text_folder) as (child, http), ThreadPoolExecutor(8) as pool:
         eventually(lambda: status(http, "/ready") == 200, within_s=60)
         with http.stream("POST", "/v1/generate", json={"request_id": "long", **body}) as response:
-            lines = response.iter_lines()
+            lines = lines_of(response.iter_bytes())
             next(lines)
             next(lines)
             others = [pool.submit(http.post, "/v1/generate", json={"request_id": f"{i}", **body}) for i in range(7)]
@@ -1172,7 +1198,7 @@ def test_sigterm_lets_running_answers_finish_and_takes_nothing_new(text_folder: 
             child.send_signal(signal.SIGTERM)
             eventually(lambda: status(http, "/ready") in (503, None), within_s=1)
             assert status(http, "/v1/model") in (503, None)
-            streams = [list(lines), *(other.result().text.splitlines() for other in others)]
+            streams = [list(lines), *(lines_in(other.result()) for other in others)]
         for stream in streams:
             last = json.loads(stream[-1])
             assert (last["event"], last["num_generated_tokens"]) == ("finished", 480)

@@ -1,14 +1,47 @@
-"""A scheduled batch as tensors: one flat row per token, and where each sequence's keys and values go."""
+"""A scheduled batch as arrays, then tensors: one flat row per token, and where each sequence's keys and values go."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.text_engine.attention.interface import AttentionMetadata
 from services.text_engine.core.batch import Batch
+from services.text_engine.runner.grid_positions import grid_positions
+
+ALIGNMENT = 16  # bytes; what the kernels read in one go
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrays:
+    """What every rank needs to know of a step, on the host. Shapes as in `BatchTensors` and `AttentionMetadata`.
+
+    num_image_rows  rows of the batch that hold an image's embedding instead of their token's
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    sampling_rows: NDArray[np.int64]
+    cu_seqlens_q: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+    image_spans: NDArray[np.int32] | None = None
+    num_image_rows: int = 0
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """One new token for each sequence, and none of them an image's."""
+        return len(self.token_ids) == self.num_seqs and not self.num_image_rows and self.image_spans is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +49,7 @@ class BatchTensors:
     """All on the model's device.
 
     token_ids      [num_tokens] int64
-    positions      [num_tokens] int64
+    positions      [num_tokens] int64; [3, num_tokens] where they have three coordinates
     sampling_rows  [num_sampling] int64; the last row of each sequence that reaches its end, in batch order
     """
 
@@ -26,7 +59,8 @@ class BatchTensors:
     attention: AttentionMetadata
 
 
-def build_batch_tensors(batch: Batch, block_size: int, device: torch.device) -> BatchTensors:
+def build_batch_arrays(batch: Batch, block_size: int, *, has_grid_positions: bool = False) -> BatchArrays:
+    """has_grid_positions   whether the model's positions have three coordinates"""
     items = batch.scheduled
     num_new = np.array([item.num_new_tokens for item in items], dtype=np.int32)
     ends = np.array([item.end for item in items], dtype=np.int32)
@@ -36,6 +70,8 @@ def build_batch_tensors(batch: Batch, block_size: int, device: torch.device) -> 
 
     token_ids = np.empty(total, dtype=np.int64)
     block_tables = np.zeros((len(items), max(-(-item.end // block_size) for item in items)), dtype=np.int32)
+    num_image_rows = 0
+    image_spans = None
     for i, item in enumerate(items):
         sequence = item.sequence
         if item.num_new_tokens == 1:
@@ -44,23 +80,97 @@ def build_batch_tensors(batch: Batch, block_size: int, device: torch.device) -> 
             token_ids[cu_seqlens[i] : cu_seqlens[i + 1]] = sequence.token_ids[item.start : item.end]
         num_blocks = -(-item.end // block_size)
         block_tables[i, :num_blocks] = sequence.block_table[:num_blocks]
+        for span in sequence.images_between(item.start, item.end):
+            first, last = max(span.start, item.start), min(span.end, item.end)
+            num_image_rows += last - first
+            if span.attention == "bidirectional":
+                if image_spans is None:
+                    image_spans = np.zeros((total, 2), dtype=np.int32)
+                offset = cu_seqlens[i] - item.start
+                image_spans[offset + first : offset + last] = span.start, span.end
 
     row_of_token = np.repeat(np.arange(len(items)), num_new)
-    positions = np.arange(total, dtype=np.int64) + np.repeat(ends - cu_seqlens[1:], num_new)
-    blocks = block_tables[row_of_token, positions // block_size].astype(np.int64)
-    sampling_rows = np.array([cu_seqlens[i + 1] - 1 for i, item in enumerate(items) if item.samples], dtype=np.int64)
+    indices = np.arange(total, dtype=np.int64) + np.repeat(ends - cu_seqlens[1:], num_new)
+    blocks = block_tables[row_of_token, indices // block_size].astype(np.int64)
+    positions = indices
+    if has_grid_positions:
+        positions = np.concatenate([grid_positions(i.sequence.images, i.start, i.end) for i in items], axis=1)
+    return BatchArrays(
+        token_ids=token_ids,
+        positions=positions,
+        sampling_rows=np.array([cu_seqlens[i + 1] - 1 for i, item in enumerate(items) if item.samples], dtype=np.int64),
+        cu_seqlens_q=cu_seqlens,
+        seq_lens=ends,
+        block_tables=block_tables,
+        slot_mapping=blocks * block_size + indices % block_size,
+        image_spans=image_spans,
+        num_image_rows=num_image_rows,
+    )
 
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
 
+def to_tensors(arrays: BatchArrays, device: torch.device) -> BatchTensors:
+    """The batch on `device`. On a GPU one asynchronous copy out of pinned memory; nothing waits for it."""
+    host: list[NDArray[np.generic]] = [
+        arrays.token_ids,
+        arrays.positions,
+        arrays.sampling_rows,
+        arrays.slot_mapping,
+        arrays.cu_seqlens_q,
+        arrays.seq_lens,
+        arrays.block_tables,
+    ]
+    if arrays.image_spans is not None:
+        host.append(arrays.image_spans)
+    if device.type == "cpu":
+        tensors = [torch.from_numpy(array) for array in host]
+    else:
+        packing = Packing.of(host)
+        tensors = packing.views(packing.pack(host, pin_memory=True).to(device, non_blocking=True))
+    token_ids, positions, sampling_rows, slot_mapping, cu_seqlens, seq_lens, block_tables, *image_spans = tensors
     return BatchTensors(
-        token_ids=to_device(token_ids),
-        positions=to_device(positions),
-        sampling_rows=to_device(sampling_rows),
+        token_ids=token_ids,
+        positions=positions,
+        sampling_rows=sampling_rows,
         attention=AttentionMetadata(
-            cu_seqlens_q=to_device(cu_seqlens),
-            seq_lens=to_device(ends),
-            block_tables=to_device(block_tables),
-            slot_mapping=to_device(blocks * block_size + positions % block_size),
+            cu_seqlens_q=cu_seqlens,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
+            image_spans=image_spans[0] if image_spans else None,
         ),
     )
+
+
+class Packing:
+    """Several arrays laid one after another in one buffer, so that one copy takes them all to a device.
+
+    torch's allocator of pinned memory does not hand out a buffer again before the copies from it are over.
+    """
+
+    def __init__(self, parts: AbstractSequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """parts: dtype and shape of each array"""
+        self._parts = list(parts)
+        self._offsets = []
+        self.size_bytes = 0
+        for dtype, shape in self._parts:
+            self._offsets.append(self.size_bytes)
+            size = dtype.itemsize * math.prod(shape)
+            self.size_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+
+    @classmethod
+    def of(cls, arrays: AbstractSequence[NDArray[np.generic]]) -> Packing:
+        return cls([(torch.from_numpy(array).dtype, array.shape) for array in arrays])
+
+    def pack(self, arrays: AbstractSequence[NDArray[np.generic]], *, pin_memory: bool) -> torch.Tensor:
+        """[size_bytes] uint8 on the host; each array has the shape of its part."""
+        buffer = torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+        for view, array in zip(self.views(buffer), arrays, strict=True):
+            view.numpy()[...] = array
+        return buffer
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a buffer [size_bytes] uint8, on whatever device it is."""
+        return [
+            buffer[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+            for offset, (dtype, shape) in zip(self._offsets, self._parts, strict=True)
+        ]

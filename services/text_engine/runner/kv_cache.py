@@ -50,6 +50,7 @@ def memory_budget(device: torch.device, kv_cache_memory: str | None, gpu_memory_
     if kv_cache_memory is not None:
         return parse_size(kv_cache_memory)
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has left over counts as free
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * gpu_memory_utilization) - (total - free))
     available = available_memory_bytes()

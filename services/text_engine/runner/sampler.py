@@ -1,8 +1,8 @@
 """Logits to tokens, one row per sequence, each row's outcome independent of every other row.
 
 Randomness is counter-based: the uniform number for a sequence's i-th token is a hash of (seed, i), so a seeded request
-repeats itself in any batch, after a preemption and after a restart. Order of the transforms as in vLLM: bias, forbidden
-tokens, penalties, temperature, min_p, top_k, top_p.
+repeats itself in any batch, after a preemption and after a restart. Order of the transforms as in vLLM: the grammar's
+mask, bias, forbidden tokens, penalties, temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 
 from services.text_engine.core.batch import Logprobs, SampledToken
 from services.text_engine.core.sequence import Sequence
+from services.text_engine.runner.device_sampling import DrawTokens, sampling_tensors, to_host
+from shared.sampling import SamplingParams
 
 _MASK = 2**64 - 1
 NON_FINITE = "the model produced logits that are not finite"
@@ -25,45 +27,83 @@ class Sampler:
     vocab_size      ids from here on are padding of the lm_head and never sampled
     banned_ids      never sampled (the image placeholder: it stands for input, not text)
     eos_token_ids   held back while a sequence is below its min_tokens
+    draw_tokens     draws for all rows on the logits' device, by the same numbers; None: row by row
     """
 
-    def __init__(self, vocab_size: int, banned_ids: AbstractSequence[int], eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        banned_ids: AbstractSequence[int],
+        eos_token_ids: frozenset[int],
+        draw_tokens: DrawTokens | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
+        self._draw_tokens = draw_tokens
         self.banned_ids = list(banned_ids)
         self.eos_token_ids = eos_token_ids
         self._process_seed = secrets.randbits(63)
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """logits [num_rows, padded_vocab] fp32, may be overwritten -> one SampledToken per row."""
+        if self._draw_tokens is not None:
+            return self._sample_on_device(self._draw_tokens, logits, sequences)
         logits = logits[:, : self.vocab_size]
         if self.banned_ids:
             logits[:, self.banned_ids] = float("-inf")
         best, greedy_ids = logits.max(dim=-1)
-        finite = torch.isfinite(best).tolist()
+        errors = [_problem(s, is_finite) for s, is_finite in zip(sequences, torch.isfinite(best).tolist(), strict=True)]
         wanted_logprobs = self._logprobs(logits, sequences)
         token_ids = greedy_ids.tolist()
-        special = [i for i, s in enumerate(sequences) if finite[i] and _needs_own_row(s)]
+        special = [i for i, s in enumerate(sequences) if errors[i] is None and _needs_own_row(s)]
         if special:
             rows = logits[special]
             for row, i in enumerate(special):
                 self._adjust(rows[row], sequences[i])
             for i, token_id in zip(special, self._choose(rows, [sequences[i] for i in special]), strict=True):
                 token_ids[i] = token_id
+                if (token_filter := sequences[i].token_filter) is not None:
+                    token_filter.accept(token_id)
         return [
-            self._result(token_id, ok, chosen, row)
-            for token_id, ok, chosen, row in zip(token_ids, finite, wanted_logprobs, logits, strict=True)
+            self._result(token_id, error, chosen, row)
+            for token_id, error, chosen, row in zip(token_ids, errors, wanted_logprobs, logits, strict=True)
         ]
 
+    def _sample_on_device(
+        self, draw_tokens: DrawTokens, logits: torch.Tensor, sequences: list[Sequence]
+    ) -> list[SampledToken]:
+        """As `sample`; for plain requests the host waits for nothing but the tokens."""
+        for token_id in self.banned_ids:
+            logits[:, token_id] = float("-inf")
+        rows = logits[:, : self.vocab_size]
+        wanted_logprobs = self._logprobs(rows, sequences)
+        for row, sequence in zip(rows, sequences, strict=True):
+            if _needs_own_row(sequence) and _problem(sequence, is_finite=True) is None:
+                self._adjust(row, sequence)
+        if all(sequence.sampling.is_greedy for sequence in sequences):
+            best, chosen = rows.max(dim=-1)
+            is_finite = torch.isfinite(best)
+        else:
+            tensors = sampling_tensors(sequences, [self._seed(s) for s in sequences], logits.device)
+            chosen, is_finite = draw_tokens(logits, self.vocab_size, tensors)
+        token_ids = to_host(torch.where(is_finite, chosen, -1))
+        results = []
+        for token_id, sequence, logprobs, row in zip(token_ids, sequences, wanted_logprobs, rows, strict=True):
+            error = _problem(sequence, token_id >= 0)
+            if error is None and sequence.token_filter is not None:
+                sequence.token_filter.accept(token_id)
+            results.append(self._result(token_id, error, logprobs, row))
+        return results
+
     def _result(
-        self, token_id: int, ok: bool, logprobs: tuple[torch.Tensor, int] | None, row: torch.Tensor
+        self, token_id: int, error: str | None, logprobs: tuple[torch.Tensor, int] | None, row: torch.Tensor
     ) -> SampledToken:
-        if not ok:
-            return SampledToken(-1, error=NON_FINITE)
+        if error is not None:
+            return SampledToken(-1, error=error)
         if logprobs is None:
             return SampledToken(token_id)
         values, count = logprobs
         top, ids = values.topk(min(count, row.numel())) if count else (values[:0], values[:0])
-        return SampledToken(token_id, Logprobs(float(values[token_id]), [int(i) for i in ids], top.tolist()))
+        return SampledToken(token_id, Logprobs(float(values[token_id]), ids.tolist(), top.tolist()))
 
     def _logprobs(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[tuple[torch.Tensor, int] | None]:
         """Log-probabilities of the model itself, before any transform, for the rows that asked."""
@@ -77,21 +117,32 @@ class Sampler:
     def _adjust(self, row: torch.Tensor, sequence: Sequence) -> None:
         """Bias, forbidden tokens and penalties, in place. row [vocab]."""
         sampling = sequence.sampling
+        if sequence.token_filter is not None:
+            row.masked_fill_(~torch.from_numpy(sequence.token_filter.allowed()).to(row.device), float("-inf"))
         if sampling.logit_bias:
-            ids = torch.tensor([t for t in sampling.logit_bias if t < self.vocab_size], dtype=torch.long)
-            values = [v for t, v in sampling.logit_bias.items() if t < self.vocab_size]
-            row[ids] += torch.tensor(values, dtype=row.dtype)
+            known = {t: v for t, v in sampling.logit_bias.items() if t < self.vocab_size}
+            ids = torch.tensor(list(known), dtype=torch.long, device=row.device)
+            row[ids] += torch.tensor(list(known.values()), dtype=row.dtype, device=row.device)
         if sequence.num_generated_tokens < sampling.min_tokens:
-            held_back = [*(() if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
-            row[[t for t in held_back if t < self.vocab_size]] = float("-inf")
+            self._hold_back_ends(row, sampling)
         if sampling.needs_token_counts:
             self._penalize(row, sequence)
 
+    def _hold_back_ends(self, row: torch.Tensor, sampling: SamplingParams) -> None:
+        """No end yet, unless nothing else is left: an answer that its grammar calls complete is filled up with ends."""
+        ends = [*(() if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
+        ids = [t for t in ends if t < self.vocab_size]
+        values = row[ids]
+        row[ids] = float("-inf")
+        if sampling.constraint is not None and row.max() == float("-inf"):
+            row[ids] = values
+
     def _penalize(self, row: torch.Tensor, sequence: Sequence) -> None:
         sampling = sequence.sampling
-        output = self._counts(sequence.generated_token_ids)
+        output = self._counts(sequence.generated_token_ids).to(row.device)
         if sampling.repetition_penalty != 1.0:
-            seen = (output + self._counts(sequence.token_ids[: sequence.num_prompt_tokens])) > 0
+            prompt = self._counts(sequence.token_ids[: sequence.num_prompt_tokens]).to(row.device)
+            seen = (output + prompt) > 0
             scaled = torch.where(row > 0, row / sampling.repetition_penalty, row * sampling.repetition_penalty)
             row.copy_(torch.where(seen, scaled, row))
         row -= sampling.frequency_penalty * output + sampling.presence_penalty * (output > 0)
@@ -135,17 +186,26 @@ class Sampler:
 
     def _uniform(self, sequence: Sequence) -> float:
         """The number in [0, 1) that decides this sequence's next token: a hash of seed, choice and position."""
-        seed = sequence.sampling.seed
-        if seed is None:
-            seed = self._process_seed ^ (sequence.arrival << 1)
-        state = _splitmix64((seed & _MASK) ^ _splitmix64(sequence.index))
+        state = _splitmix64((self._seed(sequence) & _MASK) ^ _splitmix64(sequence.index))
         return (_splitmix64(state ^ _splitmix64(sequence.num_generated_tokens)) >> 11) / 2**53
+
+    def _seed(self, sequence: Sequence) -> int:
+        seed = sequence.sampling.seed
+        return self._process_seed ^ (sequence.arrival << 1) if seed is None else seed
+
+
+def _problem(sequence: Sequence, is_finite: bool) -> str | None:
+    """Why no token can be chosen for this row, if so."""
+    if not is_finite:
+        return NON_FINITE
+    return None if sequence.token_filter is None else sequence.token_filter.problem
 
 
 def _needs_own_row(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return (
-        not sampling.is_greedy
+        sequence.token_filter is not None
+        or not sampling.is_greedy
         or bool(sampling.logit_bias)
         or sampling.needs_token_counts
         or sequence.num_generated_tokens < sampling.min_tokens
