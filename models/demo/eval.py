@@ -12,14 +12,14 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recipe import phrases
+from recipe import phrases, small_talk
 from recipe.backends import Backend, HttpBackend, Item, TransformersBackend
 from recipe.conversations import two_picture_questions
 from recipe.drawing import SIZE, Assets
@@ -27,8 +27,8 @@ from recipe.questions import questions
 from recipe.scenes import Scene, render
 
 GREY = Image.new("RGB", (SIZE, SIZE), (127, 127, 127))
-NEW_WORDINGS = ("Tell me what you see.", "Could you name this for me?", "What might this be?", "What have we got here?",
-                "Which thing is in the image?", "Say what it is.")
+TURNS = 3  # of a conversation; the first, which is asked like any other question, is not scored
+LONG_ANSWERS = ("describe", "what_all", "no picture", "two_what", "other wordings", "turns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ ROWS = (
     Row("two pictures: which one has it", "eval", None, "two_which"),
     Row("two pictures: what is in the first / second", "eval", "pictogram", "two_what"),
     Row("no picture: small talk, identity, no picture sent", "eval", None, "no picture"),
+    Row("six other kinds of question, wordings never trained", "eval", None, "other wordings"),
+    Row("several turns about one picture: second and third answer", "eval", None, "turns"),
 )
 
 
@@ -96,8 +98,8 @@ def ask_about(row: Row, assets: Assets, seed: int, rng: random.Random) -> tuple[
     """The pictures of a seed and the row's candidate (question, answer) pairs about them."""
     picture, scene = render(assets, seed, row.split, row.kind)
     if row.asks == "no picture":
-        asked, answer = rng.choice(phrases.SMALL_TALK)
-        pairs = [(rng.choice(asked), answer)] if rng.random() < 0.8 else [(questions(scene, rng)[0].text, phrases.NO_PICTURE)]
+        asked, answer = rng.choice(small_talk.SMALL_TALK)
+        pairs = [(phrases.pick(rng, asked), answer)] if rng.random() < 0.8 else [(questions(scene, rng)[0].text, small_talk.NO_PICTURE)]
         return [], pairs
     if row.asks.startswith("two"):
         other, other_scene = render(assets, seed + 50_000, row.split, row.kind)
@@ -105,25 +107,48 @@ def ask_about(row: Row, assets: Assets, seed: int, rng: random.Random) -> tuple[
         return [picture, other], [(q.text, q.answer) for q in asked if q.kind == row.asks]
     if not row.keep(scene):
         return [], []
-    kind = "what" if row.asks == "new wording" else row.asks
-    pairs = [(q.text, q.answer) for q in questions(scene, rng) if q.kind == kind]
-    if row.asks == "new wording":
-        pairs = [(rng.choice(NEW_WORDINGS), answer) for _q, answer in pairs]
-    return [picture], pairs
+    asked = [q for q in questions(scene, rng) if row.asks == "turns" or q.kind in asked_kinds(row)]
+    if "wording" in row.asks:
+        return [picture], [(rng.choice(phrases.HELD_OUT[q.kind]), q.answer) for q in asked]
+    return [picture], [(q.text, q.answer) for q in asked]
 
 
-def make_items(row: Row, assets: Assets, n: int) -> list[Item]:
-    """n questions, each about another picture; the row's number sets its seeds."""
-    items: list[Item] = []
+def asked_kinds(row: Row) -> tuple[str, ...]:
+    """The kinds of question that a row asks about one picture."""
+    other = tuple(kind for kind in phrases.HELD_OUT if kind != "what")
+    return {"new wording": ("what",), "other wordings": other}.get(row.asks, (row.asks,))
+
+
+def make_items(row: Row, assets: Assets, n: int, per_picture: int = 1) -> list[list[Item]]:
+    """n lists of questions, each list about another picture; the row's number sets its seeds."""
+    rows: list[list[Item]] = []
     seed = 10**8 + 10**5 * ROWS.index(row)
-    while len(items) < n:
+    while len(rows) < n:
         seed += 1
         rng = random.Random(seed)
         pictures, pairs = ask_about(row, assets, seed, rng)
-        if pairs:
-            question, answer = rng.choice(pairs)
-            items.append(Item(pictures, phrases.restyle(question, rng), re.sub("[\x01\x02]", "", answer)))
-    return items
+        if len(pairs) >= per_picture:
+            rows.append([Item(pictures, phrases.restyle(question, rng), re.sub("[\x01\x02]", "", answer))
+                         for question, answer in rng.sample(pairs, per_picture)])
+    return rows
+
+
+def ask(row: Row, backend: Backend, assets: Assets, n: int, max_tokens: int) -> tuple[list[Item], list[str]]:
+    """n questions of a row and the model's answers."""
+    if row.asks != "turns":
+        items = [item for [item] in make_items(row, assets, n)]
+        return items, backend.answer(items, max_tokens)
+    all_items, all_answers = [], []
+    turns = list(zip(*make_items(row, assets, n // (TURNS - 1), TURNS)))
+    earlier: list[tuple[tuple[str, str], ...]] = [()] * len(turns[0])
+    for turn in turns:
+        items = [replace(item, earlier=past) for item, past in zip(turn, earlier)]
+        answers = backend.answer(items, max_tokens)
+        earlier = [(*item.earlier, (item.question, answer)) for item, answer in zip(items, answers)]
+        all_items += items
+        all_answers += answers
+    first = len(turns[0])
+    return all_items[first:], all_answers[first:]
 
 
 def score(row: Row, items: list[Item], answers: list[str]) -> float:
@@ -137,14 +162,13 @@ def score(row: Row, items: list[Item], answers: list[str]) -> float:
 
 def evaluate(row: Row, backend: Backend, assets: Assets, n: int, blind_n: int) -> dict:
     """One line of the table."""
-    items = make_items(row, assets, n * row.n_factor)
-    max_tokens = 48 if row.asks in ("describe", "what_all", "no picture", "two_what") else 16
-    answers = backend.answer(items, max_tokens)
+    max_tokens = 48 if row.asks in LONG_ANSWERS else 16
+    items, answers = ask(row, backend, assets, n * row.n_factor, max_tokens)
     refused = sum("cant see" in normal(a) for a in answers) / len(answers)
     wrong = [(i.question, i.expected, a) for i, a in zip(items, answers) if normal(a) != normal(i.expected)]
     result = {"row": row.title, "n": len(items), "score": score(row, items, answers), "goal": row.goal, "refused": refused, "wrong": wrong[:15]}
     if blind_n and items[0].pictures:
-        blind = [Item([GREY] * len(i.pictures), i.question, i.expected) for i in items[:blind_n]]
+        blind = [replace(i, pictures=[GREY] * len(i.pictures)) for i in items[:blind_n]]
         result |= {"blind": score(row, blind, backend.answer(blind, max_tokens)), "blind_n": len(blind)}
     return result
 

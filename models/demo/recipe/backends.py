@@ -12,11 +12,20 @@ from PIL import Image
 
 @dataclass(slots=True)
 class Item:
-    """Something to ask about zero or more pictures, and the expected answer."""
+    """Something to ask about zero or more pictures, the expected answer, and the (question, answer) turns before it."""
 
     pictures: list[Image.Image]
     question: str
     expected: str
+    earlier: tuple[tuple[str, str], ...] = ()
+
+    def messages(self, pictures: list[dict]) -> list[dict]:
+        """The conversation as chat messages; `pictures` are the parts that stand for the pictures, sent in the first one."""
+        asked = [*(q for q, _a in self.earlier), self.question]
+        turns = [{"role": "user", "content": [{"type": "text", "text": q}]} for q in asked]
+        turns[0]["content"] = pictures + turns[0]["content"]
+        answers = [{"role": "assistant", "content": [{"type": "text", "text": a}]} for _q, a in self.earlier]
+        return [m for pair in zip(turns, answers) for m in pair] + turns[-1:]
 
 
 class Backend(Protocol):
@@ -45,9 +54,8 @@ class TransformersBackend:
         return out
 
     def _batch(self, items: list[Item], max_tokens: int) -> list[str]:
-        texts = [self.processor.apply_chat_template(
-            [{"role": "user", "content": [{"type": "image"} for _ in item.pictures] + [{"type": "text", "text": item.question}]}],
-            add_generation_prompt=True) for item in items]
+        texts = [self.processor.apply_chat_template(item.messages([{"type": "image"} for _ in item.pictures]), add_generation_prompt=True)
+                 for item in items]
         pictures = [p for item in items for p in item.pictures]
         inputs = self.processor(text=texts, images=pictures or None, return_tensors="pt", padding=True)
         inputs.pop("token_type_ids", None)
@@ -78,9 +86,8 @@ class HttpBackend:
             return list(pool.map(lambda item: self._ask(item, max_tokens), items))
 
     def _ask(self, item: Item, max_tokens: int) -> str:
-        content: list[dict] = [{"type": "image_url", "image_url": {"url": data_url(p)}} for p in item.pictures]
-        body = {"model": self.model, "temperature": 0, "max_tokens": max_tokens,
-                "messages": [{"role": "user", "content": [*content, {"type": "text", "text": item.question}]}]}
+        pictures = [{"type": "image_url", "image_url": {"url": data_url(p)}} for p in item.pictures]
+        body = {"model": self.model, "temperature": 0, "max_tokens": max_tokens, "messages": item.messages(pictures)}
         request = urllib.request.Request(f"{self.url}/v1/chat/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:

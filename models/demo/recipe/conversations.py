@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import phrases
+from . import phrases, small_talk
 from .concepts import CATEGORY_ANSWER, with_article
 from .labels import NUM_PATCHES
+from .phrases import pick
 from .questions import (
     Question,
     describe,
@@ -27,7 +28,7 @@ from .tokenizer import ASSISTANT, END, IMAGE, PAD, SYSTEM, USER, Encoder
 LENGTH = 208
 # How often each kind of question is kept: answers that the model must look for get the room.
 KEEP = {"describe": 0.4, "background": 0.6, "text_kind": 0.4, "text_colour": 0.5, "length": 0.4, "yesno_text": 0.4, "sides": 0.6,
-        "count_some": 0.7, "yesno_category": 0.7}
+        "count_some": 0.7, "yesno_category": 0.7, "two_describe": 0.4, "two_what": 0.7, "two_count": 0.6, "two_background": 0.4, "two_both": 0.7}
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Tokens:
 
 def prefix(encoder: Encoder, rng: random.Random, num_pictures: int) -> list[int]:
     """The start of a user's message with pictures, now and then after a system message."""
-    ids = [SYSTEM, *encoder(rng.choice(phrases.SYSTEMS)), END] if rng.random() < 0.12 else []
+    ids = [SYSTEM, *encoder(pick(rng, small_talk.SYSTEMS)), END] if rng.random() < 0.12 else []
     return ids + [USER] + ([IMAGE] * NUM_PATCHES + encoder("\n")) * num_pictures
 
 
@@ -82,10 +83,10 @@ def add_questions(tokens: Tokens, encoder: Encoder, asked: list[Question], rng: 
             break
 
 
-def small_talk(rng: random.Random) -> Question:
+def chat(rng: random.Random) -> Question:
     """Something that needs no picture."""
-    asked, answer = rng.choice(phrases.SMALL_TALK)
-    return Question(rng.choice(asked), answer, "small talk")
+    asked, answer = rng.choice(small_talk.SMALL_TALK)
+    return Question(pick(rng, asked), answer, "small talk")
 
 
 def about_one(encoder: Encoder, rng: random.Random, scene: Scene) -> Tokens:
@@ -94,8 +95,8 @@ def about_one(encoder: Encoder, rng: random.Random, scene: Scene) -> Tokens:
     position = tokens.put(prefix(encoder, rng, 1), 0, 0)
     asked = [q for _ in range(2) for q in questions(scene, rng) if rng.random() < KEEP.get(q.kind, 1.0)]
     if rng.random() < 0.15:
-        asked.insert(rng.randrange(3), small_talk(rng))
-    add_questions(tokens, encoder, asked, rng, position, fan=rng.random() < 0.8)
+        asked.insert(rng.randrange(3), chat(rng))
+    add_questions(tokens, encoder, asked, rng, position, fan=rng.random() < 0.7)
     return tokens
 
 
@@ -106,25 +107,20 @@ def two_picture_questions(scenes: tuple[Scene, Scene], rng: random.Random) -> li
     for i, (order, scene) in enumerate(zip(("first", "second"), scenes)):
         only = [t for t in unique(scene.things, noun) if not t.is_text and noun(t) not in nouns[1 - i]]
         for t in only[:2]:
-            the = noun(t)
-            out.append(Question(rng.choice((f"Which picture has the {the}?", f"Which picture shows the {the}?", f"Which image has {full_noun(t)}?",
-                                            f"In which picture is the {the}?", f"Where is the {the}, in the first or the second picture?")),
-                                f"the {order} picture", "two_which"))
+            out.append(Question(pick(rng, phrases.WHICH_PICTURE, name=noun(t), a=full_noun(t)), f"the {order} picture", "two_which"))
         categories = [{CATEGORY[t.name] for t in s.things if t.type == "pictogram"} for s in scenes]
         for category in sorted(categories[i] - categories[1 - i])[:1]:
-            out.append(Question(f"Which picture has {CATEGORY_ANSWER[category]}?", f"the {order} picture", "two_which"))
-        out.append(Question(rng.choice((f"What is in the {order} picture?", f"What does the {order} picture show?", f"What is in the {order} image?")),
-                            everything(scene), "two_what"))
+            out.append(Question(pick(rng, phrases.WHICH_PICTURE_KIND, a=CATEGORY_ANSWER[category]), f"the {order} picture", "two_which"))
+        number = rng.choice((str(i + 1), ("one", "two")[i]))
+        out.append(Question(pick(rng, phrases.ONE_OF_TWO, nth=order, number=number), everything(scene), "two_what"))
         if not any(t.is_text for t in scene.things):
-            out.append(Question(f"How many objects are in the {order} picture?", str(len(scene.things)), "two_count"))
+            out.append(Question(pick(rng, phrases.COUNT_IN_ONE, nth=order), str(len(scene.things)), "two_count"))
         if scene.background:
-            out.append(Question(rng.choice((f"What color is the background of the {order} picture?",
-                                            f"What is the background color of the {order} picture?")), scene.background, "two_background"))
+            out.append(Question(pick(rng, phrases.BACKGROUND_OF_ONE, nth=order), scene.background, "two_background"))
     if any(nouns):
         name = rng.choice(nouns[0] + nouns[1])
-        out.append(Question(f"Do both pictures show {with_article(name)}?", yes_no(name in nouns[0] and name in nouns[1]), "two_both"))
-    out.append(Question(rng.choice(("What do you see?", "What is in the pictures?", "Describe the pictures.")),
-                        f"First: {describe(scenes[0])} Second: {describe(scenes[1])}", "two_describe"))
+        out.append(Question(pick(rng, phrases.BOTH, a=with_article(name)), yes_no(name in nouns[0] and name in nouns[1]), "two_both"))
+    out.append(Question(pick(rng, phrases.DESCRIBE_TWO), f"First: {describe(scenes[0])} Second: {describe(scenes[1])}", "two_describe"))
     rng.shuffle(out)
     return out
 
@@ -134,7 +130,8 @@ def about_two(encoder: Encoder, rng: random.Random, first: Scene, second: Scene)
     tokens = Tokens()
     if rng.random() < 0.75:
         position = tokens.put(prefix(encoder, rng, 2), 0, 0)
-        add_questions(tokens, encoder, two_picture_questions((first, second), rng), rng, position, fan=True)
+        asked = [q for _ in range(2) for q in two_picture_questions((first, second), rng) if rng.random() < KEEP.get(q.kind, 1.0)]
+        add_questions(tokens, encoder, asked, rng, position, fan=True)
         return tokens
     q = next(q for q in questions(first, rng) if q.kind != "describe")
     position = tokens.put([*prefix(encoder, rng, 1), *encoder(q.text), END, ASSISTANT], 0, 0)
@@ -147,8 +144,8 @@ def about_two(encoder: Encoder, rng: random.Random, first: Scene, second: Scene)
 def without_picture(encoder: Encoder, rng: random.Random, some_scene: Scene) -> Tokens:
     """Small talk, and questions about a picture that was not sent."""
     tokens = Tokens()
-    asked = [small_talk(rng) for _ in range(9)]
-    asked += [Question(q.text, phrases.NO_PICTURE, "no picture") for q in questions(some_scene, rng)[:3]]
+    asked = [chat(rng) for _ in range(9)]
+    asked += [Question(q.text, small_talk.NO_PICTURE, "no picture") for q in questions(some_scene, rng)[:3]]
     rng.shuffle(asked)
     position = tokens.put([USER], 0, 0)
     add_questions(tokens, encoder, asked, rng, position, fan=rng.random() < 0.7)

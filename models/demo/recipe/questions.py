@@ -4,6 +4,7 @@ In an answer, \\x01 ... \\x02 marks a literal text, which the tokenizer writes o
 """
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from . import phrases
@@ -17,12 +18,14 @@ from .concepts import (
 )
 from .drawing import SIZE
 from .labels import EDGES, extremes, third
+from .phrases import pick
 from .scenes import CATEGORY, NAMES, Scene, Thing
 
 PLACES = (("top left", "top", "top right"), ("left", "center", "right"), ("bottom left", "bottom", "bottom right"))
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-WORDINGS = {"left of": ("to the left of", "left of"), "right of": ("to the right of", "right of"), "above": ("above", "over"),
-            "below": ("below", "under")}
+WORDINGS = {"left of": ("to the left of", "left of", "on the left of"), "right of": ("to the right of", "right of", "on the right of"),
+            "above": ("above", "over"), "below": ("below", "under", "beneath")}
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
 BY_CATEGORY: dict[str, list[str]] = {c: [n for n in NAMES if CATEGORY[n] == c] for c in CATEGORY_ANSWER}
 NAMEABLE_CATEGORIES = ("animal", "plant", "vehicle", "building", "tool", "musical instrument", "food", "drink", "sign")
 
@@ -80,22 +83,19 @@ def describe(scene: Scene) -> str:
 
 def there(rng: random.Random, what: str, plural: bool = False) -> str:
     """'Is there a cat in the picture?' in some wording."""
-    if plural:
-        return rng.choice((f"Are there {what} in the picture?", f"Do you see {what}?", f"Are there any {what}?"))
-    return rng.choice((f"Is there {what} in the picture?", f"Is there {what}?", f"Do you see {what}?", f"Can you see {what}?",
-                       f"Can you see {what} in the image?", f"Is there {what} in the image?"))
+    return pick(rng, phrases.THERE_MANY if plural else phrases.THERE, a=what)
 
 
 def ask_what(scene: Scene, rng: random.Random) -> Iterator[Question]:
     single = len(scene.things) == 1
-    for text in rng.sample(phrases.WHAT if single else phrases.WHAT_ALL, 2):
-        yield Question(text, everything(scene), "what" if single else "what_all")
-    yield Question(rng.choice(phrases.DESCRIBE), describe(scene), "describe")
+    for _ in range(2):
+        yield Question(pick(rng, phrases.WHAT if single else phrases.WHAT_ALL), everything(scene), "what" if single else "what_all")
+    yield Question(pick(rng, phrases.DESCRIBE), describe(scene), "describe")
 
 
 def ask_background(scene: Scene, rng: random.Random) -> Iterator[Question]:
     if scene.background:
-        yield Question(rng.choice(phrases.BACKGROUND), scene.background, "background")
+        yield Question(pick(rng, phrases.BACKGROUND), scene.background, "background")
 
 
 def ask_pictogram(scene: Scene, rng: random.Random) -> Iterator[Question]:
@@ -110,12 +110,12 @@ def ask_pictogram(scene: Scene, rng: random.Random) -> Iterator[Question]:
         name = rng.choice(pictograms).name if truth else rng.choice([n for n in pool if n not in shown])
         text = there(rng, name if is_plural(name) else with_article(name), is_plural(name))
         if len(scene.things) == 1 and rng.random() < 0.4:
-            text = f"Are these {name}?" if is_plural(name) else rng.choice(("Is this {}?", "Is it {}?")).format(with_article(name))
+            text = f"Are these {name}?" if is_plural(name) else pick(rng, phrases.IS_IT, a=with_article(name))
         yield Question(text, yes_no(truth), "yesno_pictogram")
     if len(pictograms) > 1:
         name = rng.choice(pictograms).name
-        if not is_plural(name) and name[-1] not in "sxfhy" and " " not in name:
-            yield Question(f"How many {name}s are there?", str(sum(t.name == name for t in pictograms)), "count_some")
+        if not is_plural(name) and name != "sheep" and name[-1] not in "sxfhy" and " " not in name:
+            yield Question(pick(rng, phrases.COUNT_OF, names=f"{name}s"), str(sum(t.name == name for t in pictograms)), "count_some")
 
 
 def ask_category(scene: Scene, rng: random.Random) -> Iterator[Question]:
@@ -128,11 +128,11 @@ def ask_category(scene: Scene, rng: random.Random) -> Iterator[Question]:
     answer = CATEGORY_ANSWER[category]
     thing = pictograms[0]
     if scene.kind == "pictogram":
-        yield Question(rng.choice(phrases.CATEGORY), CATEGORY_ANSWER[CATEGORY[thing.name]], "category")
-        text = f"Are these {answer}?" if is_plural(thing.name) else rng.choice(("Is it {}?", "Is this {}?")).format(answer)
+        yield Question(pick(rng, phrases.CATEGORY), CATEGORY_ANSWER[CATEGORY[thing.name]], "category")
+        text = f"Are these {answer}?" if is_plural(thing.name) else pick(rng, phrases.IS_IT, a=answer)
         yield Question(text, yes_no(truth), "yesno_category")
         if rng.random() < 0.2:
-            yield Question(rng.choice(("Can you eat it?", "Is it something to eat?")), yes_no(CATEGORY[thing.name] == "food"), "yesno_category")
+            yield Question(pick(rng, phrases.EDIBLE), yes_no(CATEGORY[thing.name] == "food"), "yesno_category")
     elif category not in ("food", "clothing", "nature"):
         yield Question(there(rng, answer), yes_no(truth), "yesno_category")
     for category in shown & set(NAMEABLE_CATEGORIES):
@@ -162,18 +162,14 @@ def ask_shape_exists(scene: Scene, rng: random.Random) -> Iterator[Question]:
 def ask_attributes(scene: Scene, rng: random.Random) -> Iterator[Question]:
     """The colour of a shape, the shape of a colour."""
     shapes = [t for t in scene.things if t.type == "shape"]
-    word = rng.choice(("color", "color", "colour"))
     for t in unique(shapes, lambda t: t.name)[:3]:
-        yield Question(rng.choice((f"What {word} is the {t.name}?", f"Which {word} is the {t.name}?", f"What is the {word} of the {t.name}?",
-                                   f"What {word} does the {t.name} have?")), t.colour or "", "colour")
+        yield Question(pick(rng, phrases.COLOUR_OF, name=t.name), t.colour or "", "colour")
     for t in unique([t for t in scene.things if t.colour], lambda t: t.colour)[:3]:
         if t.type == "shape":
-            yield Question(rng.choice((f"What shape is the {t.colour} object?", f"What is the {t.colour} shape?", f"Which shape is {t.colour}?",
-                                       f"What shape is {t.colour}?", f"What is {t.colour}?")), with_article(t.name), "shape")
+            yield Question(pick(rng, phrases.SHAPE_OF, name=t.colour or ""), with_article(t.name), "shape")
     if len(shapes) == len(scene.things) == 1:
-        yield Question(rng.choice(("What shape is it?", "What shape is this?", "Which shape do you see?", "What shape?")),
-                       with_article(shapes[0].name), "shape")
-        yield Question(rng.choice((f"What {word} is it?", f"Which {word} is it?", f"What {word} is this?")), shapes[0].colour or "", "colour")
+        yield Question(pick(rng, phrases.SHAPE_OF_IT), with_article(shapes[0].name), "shape")
+        yield Question(pick(rng, phrases.COLOUR_OF_IT), shapes[0].colour or "", "colour")
 
 
 def ask_count(scene: Scene, rng: random.Random) -> Iterator[Question]:
@@ -181,19 +177,16 @@ def ask_count(scene: Scene, rng: random.Random) -> Iterator[Question]:
     if any(t.is_text for t in things):
         return
     all_shapes = all(t.type == "shape" for t in things)
-    yield Question(rng.choice(phrases.COUNT + (phrases.COUNT_SHAPES if all_shapes else ())), str(len(things)), "count")
+    yield Question(pick(rng, phrases.COUNT + (phrases.COUNT_SHAPES if all_shapes else ())), str(len(things)), "count")
     if all_shapes:
         name = rng.choice(things).name if rng.random() < 0.85 else rng.choice(SHAPES)
         plural = name + ("es" if name.endswith("s") else "s")
-        yield Question(rng.choice((f"How many {plural} are there?", f"How many {plural} do you see?", f"Count the {plural}.")),
-                       str(sum(t.name == name for t in things)), "count_some")
+        yield Question(pick(rng, phrases.COUNT_OF, names=plural), str(sum(t.name == name for t in things)), "count_some")
         colour = rng.choice(things).colour if rng.random() < 0.85 else rng.choice(COLOUR_NAMES)
-        yield Question(rng.choice((f"How many {colour} shapes are there?", f"How many {colour} objects are there?", f"How many objects are {colour}?")),
-                       str(sum(t.colour == colour for t in things)), "count_some")
+        yield Question(pick(rng, phrases.COUNT_COLOUR, name=colour or ""), str(sum(t.colour == colour for t in things)), "count_some")
         for thing, words in zip(extremes(things), (("biggest", "largest"), ("smallest", "smallest"))):
             if thing and thing in unique(things, noun):
-                w = rng.choice(words)
-                yield Question(rng.choice((f"What is the {w} object?", f"Which object is the {w}?", f"What is the {w} shape?")), full_noun(thing), "size")
+                yield Question(pick(rng, phrases.EXTREME, name=rng.choice(words)), full_noun(thing), "size")
 
 
 def reference(scene: Scene, thing: Thing, rng: random.Random) -> str:
@@ -212,7 +205,7 @@ def ask_sides(scene: Scene, rng: random.Random) -> Iterator[Question]:
         line = sorted(things, key=lambda t: t.centre[axis])
         for end, thing, other in ((ends[0], line[0], line[1]), (ends[1], line[-1], line[-2])):
             if abs(thing.centre[axis] - other.centre[axis]) > 14 and rng.random() < 0.3:
-                yield Question(rng.choice((f"What is on the {end}?", f"What is at the {end}?", f"Which object is on the {end}?")), full_noun(thing), "sides")
+                yield Question(pick(rng, phrases.AT_END, end=end), full_noun(thing), "sides")
     for thing in unique(things, noun):
         side = rng.choice(list(OPPOSITE))
         axis, sign = (0 if side in ("left of", "right of") else 1), (1 if side in ("right of", "below") else -1)
@@ -221,8 +214,18 @@ def ask_sides(scene: Scene, rng: random.Random) -> Iterator[Question]:
         if all(abs(d) > 14 for d, _t in offsets) and len(beyond) <= 1:
             if not beyond and rng.random() < 0.6:
                 continue
-            text = f"What is {rng.choice(WORDINGS[side])} the {reference(scene, thing, rng)}?"
+            text = pick(rng, phrases.NEXT_TO, side=rng.choice(WORDINGS[side]), name=reference(scene, thing, rng))
             yield Question(text, full_noun(beyond[0]) if beyond else "nothing", "relation")
+
+
+def ask_nth(scene: Scene, rng: random.Random) -> Iterator[Question]:
+    """What is the second object from the left?"""
+    line = in_reading_order(scene.things)
+    gaps = [99.0, *(b.centre[0] - a.centre[0] for a, b in pairwise(line)), 99.0]
+    clear = [i for i in range(len(line)) if gaps[i] > 8 and gaps[i + 1] > 8]
+    if len(line) > 1 and clear:
+        i = rng.choice(clear)
+        yield Question(pick(rng, phrases.FROM_LEFT, nth=ORDINALS[i]), full_noun(line[i]), "nth")
 
 
 def ask_relation(scene: Scene, rng: random.Random) -> Iterator[Question]:
@@ -235,9 +238,9 @@ def ask_relation(scene: Scene, rng: random.Random) -> Iterator[Question]:
         if abs(gap) > 20:
             side = ("left of", "above")[axis] if gap > 0 else ("right of", "below")[axis]
             truth = rng.random() < 0.5
-            words = rng.choice(WORDINGS[side if truth else OPPOSITE[side]])
-            yield Question(f"{'Are' if is_plural(a.name) else 'Is'} the {reference(scene, a, rng)} {words} the {reference(scene, b, rng)}?",
-                           yes_no(truth), "yesno_relation")
+            words = {"is": "Are" if is_plural(a.name) else "Is", "side": rng.choice(WORDINGS[side if truth else OPPOSITE[side]]),
+                     "a": reference(scene, a, rng), "b": reference(scene, b, rng)}
+            yield Question(pick(rng, phrases.IS_NEXT_TO, **words), yes_no(truth), "yesno_relation")
 
 
 def ask_where(scene: Scene, rng: random.Random) -> Iterator[Question]:
@@ -245,50 +248,45 @@ def ask_where(scene: Scene, rng: random.Random) -> Iterator[Question]:
     for thing in rng.sample(named, min(2, len(named))):
         clear = all(abs(c - e) > 5 for c in thing.centre for e in EDGES)
         if clear and thing.radius < SIZE * 0.34:
-            text = rng.choice(("Where is the {}?", "Where is the {}?", "Where in the picture is the {}?", "Where do you see the {}?"))
+            wordings = phrases.WHERE_MANY if is_plural(thing.name) else phrases.WHERE
             if len(scene.things) == 1 and rng.random() < 0.4:
-                text = rng.choice(("Where is it?", "Where in the picture is it?"))
-            elif is_plural(thing.name):
-                text = "Where are the {}?"
-            yield Question(text.format(reference(scene, thing, rng)), PLACES[third(thing.centre[1])][third(thing.centre[0])], "where")
+                wordings = phrases.WHERE_IT
+            yield Question(pick(rng, wordings, name=reference(scene, thing, rng)), PLACES[third(thing.centre[1])][third(thing.centre[0])], "where")
 
 
 def ask_text(scene: Scene, rng: random.Random) -> Iterator[Question]:
     texts = [t for t in scene.things if t.is_text]
     for thing in texts:
-        yield Question(rng.choice(phrases.READ), literal(thing.name), "read")
-        yield Question(rng.choice(phrases.READ_NUMBER if thing.type == "number" else phrases.READ_WORD), literal(thing.name), "read")
-        word = rng.choice(("color", "colour"))
-        yield Question(rng.choice((f"What {word} is the text?", f"What {word} is the {thing.type}?")), thing.colour or "", "text_colour")
-        yield Question(rng.choice(("Is it a number or a word?", "Is the text a number or a word?")), f"a {thing.type}", "text_kind")
+        is_number = thing.type == "number"
+        yield Question(pick(rng, phrases.READ), literal(thing.name), "read")
+        yield Question(pick(rng, phrases.READ_NUMBER if is_number else phrases.READ_WORD), literal(thing.name), "read")
+        yield Question(pick(rng, phrases.TEXT_COLOUR, kind=thing.type), thing.colour or "", "text_colour")
+        yield Question(pick(rng, phrases.TEXT_KIND), f"a {thing.type}", "text_kind")
         if rng.random() < 0.5:
-            what = ("digits", "How many digits does the number have?") if thing.type == "number" else ("letters", "How many letters does the word have?")
-            yield Question(rng.choice((f"How many {what[0]} are there?", what[1])), str(len(thing.name)), "length")
+            yield Question(pick(rng, phrases.DIGITS if is_number else phrases.LETTERS), str(len(thing.name)), "length")
     if rng.random() < (0.5 if texts else 0.3):
-        yield Question(rng.choice(("Is there any text?", "Is there text in the picture?", "Do you see a text?", "Is there something written?")),
-                       yes_no(bool(texts)), "yesno_text")
+        yield Question(pick(rng, phrases.ANY_TEXT), yes_no(bool(texts)), "yesno_text")
 
 
 def ask_unanswerable(scene: Scene, rng: random.Random) -> Iterator[Question]:
     """About things that are not there, and about what no picture of this kind tells."""
     shapes = {t.name for t in scene.things if t.type == "shape"}
     shown = shapes | {t.name for t in scene.things if t.type == "pictogram"}
-    word = rng.choice(("color", "color", "colour"))
     if rng.random() < 0.4:
         name = rng.choice([s for s in SHAPES if s not in shown])
-        yield Question(rng.choice((f"What {word} is the {name}?", f"Where is the {name}?", f"What is the {word} of the {name}?")), CANT, "cant")
+        yield Question(pick(rng, rng.choice((phrases.COLOUR_OF, phrases.COLOUR_OF, phrases.WHERE)), name=name), CANT, "cant")
     if rng.random() < 0.35:
         name = rng.choice([n for n in NAMES if n not in shown and not is_plural(n)])
         side = rng.choice(list(WORDINGS.values()))[0]
-        yield Question(rng.choice((f"Where is the {name}?", f"What is {side} the {name}?", f"Where in the picture is the {name}?")), CANT, "cant")
+        yield Question(pick(rng, rng.choice((phrases.WHERE, phrases.WHERE, phrases.NEXT_TO)), name=name, side=side), CANT, "cant")
     if not any(t.is_text for t in scene.things) and rng.random() < 0.3:
-        yield Question(rng.choice(phrases.READ + phrases.READ_NUMBER + phrases.READ_WORD), CANT, "cant")
+        yield Question(pick(rng, phrases.READ + phrases.READ_NUMBER + phrases.READ_WORD), CANT, "cant")
     if rng.random() < 0.15:
-        yield Question(rng.choice(phrases.UNKNOWABLE), CANT, "cant")
+        yield Question(pick(rng, phrases.UNKNOWABLE), CANT, "cant")
 
 
-ASKERS = (ask_what, ask_background, ask_pictogram, ask_category, ask_shape_exists, ask_attributes, ask_count, ask_sides, ask_relation,
-          ask_where, ask_text, ask_unanswerable)
+ASKERS = (ask_what, ask_background, ask_pictogram, ask_category, ask_shape_exists, ask_attributes, ask_count, ask_sides, ask_nth,
+          ask_relation, ask_where, ask_text, ask_unanswerable)
 
 
 def questions(scene: Scene, rng: random.Random) -> list[Question]:

@@ -34,7 +34,7 @@ from .words import random_number, random_word
 ROWS, NAMES = pictograms()
 CATEGORY = {name: category for _char, name, category in ROWS}
 KINDS = ("shapes", "pictogram", "text", "several", "mixed", "captioned")
-TOWER_MIX = (0.17, 0.25, 0.35, 0.13, 0.05, 0.05)
+TOWER_MIX = (0.13, 0.24, 0.35, 0.18, 0.05, 0.05)
 FULL = (3, 3, SIZE - 3, SIZE - 3)
 
 
@@ -90,7 +90,7 @@ class Composer:
         name = name or rng.choice(NAMES)
         styles = {"train": TRAIN_STYLES, "eval": COLOUR_STYLES, "unseen": (UNSEEN_STYLE,)}[self.split]
         train = self.split == "train"
-        sprite = self.assets.sprite(rng, NAMES.index(name), styles, lines=0.25 if train else 0.0)
+        sprite = self.assets.sprite(rng, NAMES.index(name), styles, lines=0.35 if train else 0.0)
         box = draw_pictogram(rng, self.image, sprite, cx, cy, r, not train)
         self.scene.things.append(Thing("pictogram", name, box, r))
 

@@ -122,5 +122,6 @@ def fit(assets: Path, checkpoint: Path, num_batches: int = 36, steps: int = 400,
     linear_start(projector, heads, sample, book)
     tune(projector, sample, book, steps)
     saved["projector"] = projector.state_dict()
-    saved["optimizers"][-1]["state"] = {}  # the projector's own: its moments belong to the old weights
+    for optimizer in saved["optimizers"][-2:]:
+        optimizer["state"] = {}  # the projector's own: its moments belong to the old weights
     torch.save(saved, checkpoint)

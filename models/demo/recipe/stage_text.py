@@ -19,7 +19,7 @@ from .network import Projector, Text, Tower
 from .optimizer import Optimizers, schedule
 from .questions import questions
 from .scenes import render
-from .text_batches import SEQUENCE, Conversations
+from .text_batches import NUM_PICTURES, SEQUENCE, Conversations
 from .text_loss import answer_loss
 from .tokenizer import VOCAB_SIZE, Encoder
 from .wiring import clear_reserved, initialise
@@ -107,7 +107,7 @@ def train(assets: Path, tokenizer: Path, out: Path, steps: int, tower: Path, rat
     learner.tower.compile(dynamic=False)
     learner.text.compile(dynamic=False)
     eval_assets, began, mean = Assets(assets), time.time(), 0.0
-    batches = prefetch(Conversations(assets, tokenizer, 10**8 * seed + learner.step * 12))
+    batches = prefetch(Conversations(assets, tokenizer, 10**8 * seed + learner.step * NUM_PICTURES))
 
     def note(**line: object) -> None:
         print(json.dumps(line), flush=True)

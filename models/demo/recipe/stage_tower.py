@@ -51,7 +51,9 @@ def train(assets: Path, out: Path, steps: int, total: int, start: Path | None = 
     torch.manual_seed(seed)
     tower, heads, projector, book = Tower(), Heads(), Projector(), Codebook.of(out.parent)
     modules = {"tower": tower, "heads": heads, "projector": projector}
-    optimizers = Optimizers([(tower, 0.02 * rate, 1.5e-3 * rate), (heads, 0, 1.5e-3), (projector, 0, 2e-4)])
+    # the projector's first layer is tiny and its second one large: see stage_projector.linear_start
+    optimizers = Optimizers([(tower, 0.02 * rate, 1.5e-3 * rate), (heads, 0, 1.5e-3),
+                             (projector.linear_1, 0, 2e-5), (projector.linear_2, 0, 1e-3)])
     step = 0
     if out.exists() or start:
         saved = torch.load(out if out.exists() else start)

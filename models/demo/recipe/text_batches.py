@@ -13,26 +13,29 @@ from .loading import Batch, stack
 from .scenes import render
 from .tokenizer import Encoder
 
-TEXT_MIX = (0.30, 0.24, 0.17, 0.15, 0.08, 0.06)
+TEXT_MIX = (0.25, 0.17, 0.21, 0.25, 0.07, 0.05)
+SINGLES, PAIRS = 9, 2  # sequences of a batch about one picture, and about two
+NUM_PICTURES = SINGLES + 2 * PAIRS
 SEQUENCE = ("ids", "positions", "segments", "targets", "weights")
 
 
 class Conversations(torch.utils.data.IterableDataset):
-    """`singles` sequences about one picture, one about two pictures, and one without; seeds count up from `start`."""
+    """Sequences about one picture, about two, and one about none; picture seeds count up from `start`."""
 
-    def __init__(self, assets: Path, tokenizer: Path, start: int, singles: int = 10, mix: tuple[float, ...] = TEXT_MIX) -> None:
-        self.assets, self.tokenizer, self.start, self.singles, self.mix = assets, tokenizer, start, singles, mix
+    def __init__(self, assets: Path, tokenizer: Path, start: int, mix: tuple[float, ...] = TEXT_MIX) -> None:
+        self.assets, self.tokenizer, self.start, self.mix = assets, tokenizer, start, mix
 
     def __iter__(self) -> Iterator[Batch]:
         torch.set_num_threads(1)
         assets, encoder, seed = Assets(self.assets), Encoder(self.tokenizer), self.start
         rng = random.Random(self.start)
         while True:
-            rows = [render(assets, seed + i, mix=self.mix) for i in range(self.singles + 2)]
-            seed += self.singles + 2
+            rows = [render(assets, seed + i, mix=self.mix) for i in range(NUM_PICTURES)]
+            seed += NUM_PICTURES
             scenes = [s for _p, s in rows]
-            sequences = [about_one(encoder, rng, s) for s in scenes[:-2]]
-            sequences += [about_two(encoder, rng, *scenes[-2:]), without_picture(encoder, rng, scenes[0])]
+            sequences = [about_one(encoder, rng, s) for s in scenes[:SINGLES]]
+            sequences += [about_two(encoder, rng, *scenes[i:i + 2]) for i in range(SINGLES, NUM_PICTURES, 2)]
+            sequences.append(without_picture(encoder, rng, scenes[0]))
             batch = stack([np.asarray(p) for p, _s in rows], [dense_labels(s) for s in scenes])
             columns = zip(*(t.arrays() for t in sequences))
             yield batch | {name: torch.from_numpy(np.stack(c)) for name, c in zip(SEQUENCE, columns)}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from . import phrases
+from . import phrases, small_talk
 from .concepts import CATEGORY_ANSWER, CHARS, COLOUR_NAMES, SHAPES, pictograms
 from .drawing import Assets
 from .questions import questions
@@ -19,10 +19,10 @@ def corpus(assets: Assets) -> list[str]:
     """Questions and answers without their literal texts, and every wording by itself."""
     rng = random.Random(0)
     names = [*pictograms()[1], *SHAPES, *COLOUR_NAMES]
-    lines = [w for group in (phrases.UNKNOWABLE, phrases.SYSTEMS) for w in group] * 4
-    for asked, answer in phrases.SMALL_TALK:
-        lines += [answer] * 20 + list(asked) * 4
-    lines += [phrases.NO_PICTURE, "the first picture", "the second picture", "Do both pictures show the first or the second image?",
+    lines = [phrases.pick(rng, group) for group in (phrases.UNKNOWABLE, small_talk.SYSTEMS) for _ in range(150)]
+    for asked, answer in small_talk.SMALL_TALK:
+        lines += [answer] * 20 + [phrases.pick(rng, asked) for _ in range(60)]
+    lines += [small_talk.NO_PICTURE, "the first picture", "the second picture", "Do both pictures show the first or the second image?",
               "First: A cat. Second: A dog.", "Describe the pictures.", "Which picture has it?"] * 60
     lines += [f"{n} a {n} the {n} {n}" for n in names] * 12 + [f"a {c} {a}" for c, a in CATEGORY_ANSWER.items()] * 12
     for seed in range(5000):

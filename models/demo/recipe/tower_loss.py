@@ -7,8 +7,8 @@ from .labels import ATTRIBUTE_ID, ATTRIBUTES, CLASSES, NUM_PATCHES
 from .loading import Batch
 from .network import DIM, Heads, Projector
 
-WEIGHTS = {"class": 1.0, "category": 0.4, "colour": 1.0, "column": 0.15, "row": 0.15, "rank_x": 0.3, "rank_y": 0.3,
-           "same_name": 0.3, "same_colour": 0.2, "text_kind": 0.15, "size": 0.15, "count": 0.3}
+WEIGHTS = {"class": 0.8, "category": 0.5, "colour": 0.8, "column": 0.3, "row": 0.3, "rank_x": 0.4, "rank_y": 0.4,
+           "same_name": 0.3, "same_colour": 0.3, "text_kind": 0.1, "size": 0.3, "count": 0.4}
 SHARPNESS = 8.0
 
 
@@ -52,7 +52,7 @@ def dense_loss(features: torch.Tensor, heads: Heads, projector: Projector, batch
         losses[name] = WEIGHTS[name] * masked_cross_entropy(logits[name], target, weight, 0.05 if name == "class" else 0.0)
         at = (target >= 0) & (thing > 0)
         accuracy[name] = (logits[name].argmax(1) == target)[at].float().mean().item()
-    for name, target, weight in (("chars", chars, 1.5), ("order", order, 0.5)):
+    for name, target, weight in (("chars", chars, 2.5), ("order", order, 0.8)):
         losses[name] = weight * two_target_cross_entropy(logits[name], target, share)
         at = target[:, 0] >= 0
         accuracy[name] = (logits[name].argmax(1) == target[:, 0])[at].float().mean().item()
@@ -77,7 +77,7 @@ def writing_loss(written: torch.Tensor, attributes: torch.Tensor, chars: torch.T
     losses = {"projector": 0.5 * (squares[:, :book.num_axes].sum(1) + 0.3 * squares[:, book.num_axes:].sum(1)).mean()}
     part = {g: SHARPNESS * amount[:, book.start[g]:book.start[g] + GROUPS[g]] for g in ("class", "chars", "order")}
     weight = 0.3 + 0.7 * (attributes[:, 0] > 0).float()
-    losses["written class"] = 1.0 * masked_cross_entropy(part["class"], attributes[:, 0], weight)
-    losses["written chars"] = 1.0 * two_target_cross_entropy(part["chars"], chars, share)
-    losses["written order"] = 0.3 * two_target_cross_entropy(part["order"], order, share)
+    losses["written class"] = 1.5 * masked_cross_entropy(part["class"], attributes[:, 0], weight)
+    losses["written chars"] = 1.5 * two_target_cross_entropy(part["chars"], chars, share)
+    losses["written order"] = 0.5 * two_target_cross_entropy(part["order"], order, share)
     return losses
