@@ -34,6 +34,7 @@ class VisionEncoderSettings(BaseSettings):
         "auto",
         description="of weights and arithmetic; auto: bfloat16 where the device has it",
     )
+    enforce_eager: bool = Field(False, description="on a GPU: no CUDA graphs of the tower's passes")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the tower; default: $OMP_NUM_THREADS or all"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.image_header import SUPPORTED_FORMATS
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
+from shared.cuda_capture import CudaCapture
 from shared.device import choose_device, choose_dtype
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import EncodeFailed, NotReady
@@ -104,6 +106,8 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
     loop = asyncio.get_running_loop()
     family = await loop.run_in_executor(thread, load_family, settings.model)
     await loop.run_in_executor(thread, family.prepare_weights, device, dtype)
+    if device.type == "cuda" and not settings.enforce_eager:
+        await loop.run_in_executor(thread, _record_graphs, family, device)
     fingerprint = family.fingerprint(dtype, settings.background_colour)
     if settings.embedding_storage != "exact":
         fingerprint = digest(fingerprint.encode(), settings.embedding_storage.encode()).hex()
@@ -150,6 +154,13 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
         )
         _log_start(settings, info, device, family, max_batch_size)
         yield encoder, info
+
+
+def _record_graphs(family: Family, device: torch.device) -> None:
+    started, free_before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
+    family.record_graphs(CudaCapture(device))
+    mib = (free_before - torch.cuda.mem_get_info(device)[0]) >> 20
+    log.info("CUDA graphs of the tower captured", seconds=round(time.monotonic() - started, 1), mib=mib)
 
 
 async def _open_pool(stack: AsyncExitStack, settings: VisionEncoderSettings, family: Family) -> DecodePool:

@@ -15,6 +15,7 @@ from services.vision_encoder.families.interface import PreparedImage
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.preprocessing.single_tile import SingleTile
 from services.vision_encoder.recent import RecentEmbeddings
+from shared.cuda_capture import Capture
 from shared.errors import EncodeFailed, ImageTooLarge, Overloaded, PayloadTooLarge
 from shared.torch_io import blob_to_tensor
 from shared.wire import ImageMetadata
@@ -45,6 +46,9 @@ class FakeFamily:
         return ""
 
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
+        pass
+
+    def record_graphs(self, capture: Capture) -> None:
         pass
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:

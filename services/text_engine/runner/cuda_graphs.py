@@ -4,7 +4,7 @@ A graph is captured for each of a few batch sizes and reads its inputs from fixe
 size: padding rows belong to no sequence, store nothing and see nothing. What is captured ends with the decoder's last
 norm; which rows need logits differs from step to step.
 
-All but `CudaCapture` runs on any device, and is tested with a `Capture` that simply runs the function again.
+All of it runs on any device, and is tested with a `Capture` that simply runs the function again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch
 from services.text_engine.attention.interface import AttentionMetadata
 from services.text_engine.models.config import ModelConfig
 from services.text_engine.runner.batch_tensors import BatchArrays, BatchTensors, Packing
+from shared.cuda_capture import Capture, Replay
 from shared.log import get_logger
 
 log = get_logger(__name__)
@@ -28,7 +29,6 @@ SIZE_STEP: Final = 8
 GRAPH_BYTES: Final = 16 << 20  # what a graph of some hundred launches takes beside its tensors, seen in other engines
 
 Forward = Callable[[BatchTensors], torch.Tensor]
-Replay = Callable[[], torch.Tensor]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -41,38 +41,6 @@ def graph_memory_bytes(config: ModelConfig, max_num_seqs: int, dtype: torch.dtyp
     """An estimate of what the graphs will hold, for planning: their tensors share one pool, as large as the largest."""
     per_token = 4 * config.hidden_size + 2 * config.num_heads * config.head_dim + 3 * config.intermediate_size
     return GRAPH_BYTES * len(graph_sizes(max_num_seqs)) + max_num_seqs * per_token * dtype.itemsize
-
-
-class Capture(Protocol):
-    """Records what a function does to fixed memory, to do it again."""
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        """The result's call does what `run` does, and returns the same tensor each time."""
-        ...
-
-
-class CudaCapture:
-    """CUDA graphs that share one memory pool: they never run at the same time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()  # kernels are compiled and libraries set up outside of the capture
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Thread-local: NCCL's own threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = run()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
-        return replay
 
 
 class Graphs:

@@ -8,7 +8,8 @@ import torch
 
 from services.text_engine.models.decoder import Decoder
 from services.text_engine.runner.batch_tensors import BatchArrays, BatchTensors, to_tensors
-from services.text_engine.runner.cuda_graphs import Capture, Graphs
+from services.text_engine.runner.cuda_graphs import Graphs
+from shared.cuda_capture import Capture
 
 MergeImages = Callable[[torch.Tensor], None]
 

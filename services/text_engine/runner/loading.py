@@ -21,12 +21,13 @@ from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.decoder import Decoder
 from services.text_engine.models.layers import Linear, MakeProduct
 from services.text_engine.models.weights import load_decoder, random_decoder
-from services.text_engine.runner.cuda_graphs import CudaCapture, graph_memory_bytes, graph_sizes
+from services.text_engine.runner.cuda_graphs import graph_memory_bytes, graph_sizes
 from services.text_engine.runner.device_sampling import DrawTokens
 from services.text_engine.runner.forward_pass import ForwardPass
 from services.text_engine.runner.image_inputs import MergeRows
 from services.text_engine.runner.kv_cache import BLOCK_SIZE, KVCachePlan, memory_budget, plan_kv_cache
 from services.text_engine.runner.tensor_parallel import ProcessRanks
+from shared.cuda_capture import CudaCapture
 from shared.device import choose_device, choose_dtype
 from shared.log import get_logger
 from shared.resources import available_cores

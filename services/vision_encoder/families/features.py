@@ -6,17 +6,19 @@ What a family adds is how the tiles are cut and in which order their rows stand.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
+from services.vision_encoder.pass_graphs import PassGraphs
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.projector import Projector
 from services.vision_encoder.towers import TowerConfig, VisionTower
 from services.vision_encoder.weights import WeightReader, load_projector, load_tower, prepare
+from shared.cuda_capture import Capture
 
 # What the LLaVA configs mean where a checkpoint has no vision_config.
 CLIP_L_336: Final = {
@@ -44,6 +46,7 @@ class TileFeatures:
     tower: VisionTower
     projector: Projector
     drops_first: bool
+    graphs: PassGraphs | None = field(default=None, init=False)
 
     @property
     def hidden_size(self) -> int:
@@ -72,6 +75,11 @@ class TileFeatures:
         prepare(self.projector, device, dtype)
 
     @torch.inference_mode()
+    def record_graphs(self, capture: Capture) -> None:
+        side, weight = self.tower.config.image_size, self.tower.position_embedding
+        self.graphs = PassGraphs(self._rows, weight.new_zeros(3, side, side), capture)
+
+    @torch.inference_mode()
     def __call__(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
         """8-bit tiles [num_tiles, 3, height, width] -> [num_tiles, num_rows, hidden_size]"""
         return torch.cat([self._one_pass(some, preprocessing) for some in torch.split(tiles, MAX_TILES_PER_PASS)])
@@ -79,6 +87,9 @@ class TileFeatures:
     def _one_pass(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
         weight = self.tower.position_embedding
         pixels = normalize(tiles.to(weight.device), preprocessing).to(weight.dtype)
+        return self._rows(pixels) if self.graphs is None else self.graphs(pixels)
+
+    def _rows(self, pixels: Tensor) -> Tensor:
         states = [state[:, 1:] if self.drops_first else state for state in self.tower(pixels)]
         rows: Tensor = self.projector(torch.cat(states, dim=-1))
         return rows

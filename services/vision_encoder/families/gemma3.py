@@ -27,6 +27,7 @@ from services.vision_encoder.preprocessing.single_tile import SingleTile
 from services.vision_encoder.rotary_tower import RmsNorm
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import PROJECTOR_PREFIXES, WeightReader
+from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
 from shared.wire import ImageMetadata
 
@@ -79,6 +80,9 @@ class Gemma3:
             dtype=dtype,
             background=background,
         )
+
+    def record_graphs(self, capture: Capture) -> None:
+        self.features.record_graphs(capture)
 
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
         self.features.prepare_weights(device, dtype)

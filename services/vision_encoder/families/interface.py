@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.preprocessing.registry import to_json
+from shared.cuda_capture import Capture
 from shared.hashing import digest
 from shared.torch_io import dtype_name
 from shared.wire import ImageMetadata
@@ -57,6 +58,10 @@ class Family(Protocol):
         ...
 
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None: ...
+
+    def record_graphs(self, capture: Capture) -> None:
+        """Have passes replay as graphs from now on, where all pictures are of one size."""
+        ...
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         """Per image [num_tokens, hidden_size], as many rows as `describe` announced; all pixels are of one shape."""

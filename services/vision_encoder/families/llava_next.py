@@ -27,6 +27,7 @@ from services.vision_encoder.families.interface import PreparedImage, fingerprin
 from services.vision_encoder.preprocessing.anyres import AnyRes, load_anyres
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader
+from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
 from shared.wire import ImageMetadata
 
@@ -92,6 +93,9 @@ class LlavaNext:
             dtype=dtype,
             background=background,
         )
+
+    def record_graphs(self, capture: Capture) -> None:
+        self.features.record_graphs(capture)
 
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
         self.features.prepare_weights(device, dtype)

@@ -24,6 +24,7 @@ from services.vision_encoder.rotary_tower import (
     rope_frequencies,
 )
 from services.vision_encoder.weights import PROJECTOR_PREFIXES, TOWER_PREFIXES, WeightReader, load_projector, prepare
+from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
 from shared.wire import ImageMetadata
 
@@ -95,6 +96,9 @@ class Pixtral:
             dtype=dtype,
             background=background,
         )
+
+    def record_graphs(self, capture: Capture) -> None:
+        """None: pictures have sizes of their own."""
 
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
         for module in (self.tower, self.merger, self.projector):

@@ -24,6 +24,7 @@ from services.vision_encoder.rotary_tower import (
     rope_frequencies,
 )
 from services.vision_encoder.weights import WeightReader, prepare
+from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
 from shared.wire import ImageMetadata
 
@@ -101,6 +102,9 @@ class Qwen25Vl:
             dtype=dtype,
             background=background,
         )
+
+    def record_graphs(self, capture: Capture) -> None:
+        """None: pictures have sizes of their own."""
 
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
         prepare(self.tower, device, dtype)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from services.vision_encoder.families.features import normalize
+from services.vision_encoder.pass_graphs import PassGraphs
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.towers import TowerConfig, VisionTower
 from services.vision_encoder.weights import TOWER_PREFIXES, WeightReader, load_tower, prepare
+from shared.cuda_capture import Capture
 
 
 class Connector(nn.Module):
@@ -27,6 +29,7 @@ class SiglipFeatures:
     tower: VisionTower
     post_layernorm: nn.LayerNorm
     connector: Connector
+    graphs: PassGraphs | None = field(default=None, init=False)
 
     @property
     def choices(self) -> dict[str, object]:
@@ -43,10 +46,18 @@ class SiglipFeatures:
             prepare(module, device, dtype)
 
     @torch.inference_mode()
+    def record_graphs(self, capture: Capture) -> None:
+        side, weight = self.tower.config.image_size, self.tower.position_embedding
+        self.graphs = PassGraphs(self._rows, weight.new_zeros(3, side, side), capture)
+
+    @torch.inference_mode()
     def __call__(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
         """8-bit tiles [num_tiles, 3, height, width] -> [num_tiles, num_rows, output_size]"""
         weight = self.tower.position_embedding
         pixels = normalize(tiles.to(weight.device), preprocessing).to(weight.dtype)
+        return self._rows(pixels) if self.graphs is None else self.graphs(pixels)
+
+    def _rows(self, pixels: Tensor) -> Tensor:
         [features] = self.tower(pixels)
         rows: Tensor = self.connector(self.post_layernorm(features))
         return rows

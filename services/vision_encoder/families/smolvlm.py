@@ -17,6 +17,7 @@ from services.vision_encoder.families.siglip import Connector, SiglipFeatures, l
 from services.vision_encoder.preprocessing.split_tiles import SplitTiles, load_split_tiles
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader
+from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
 from shared.wire import ImageMetadata
 
@@ -83,6 +84,9 @@ class SmolVlm:
             dtype=dtype,
             background=background,
         )
+
+    def record_graphs(self, capture: Capture) -> None:
+        self.features.record_graphs(capture)
 
     def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
         self.features.prepare_weights(device, dtype)
