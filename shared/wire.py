@@ -180,7 +180,7 @@ class GenerateRequest(WireModel):
     """Exactly one of `messages` (rendered by the chat template) and `prompt` (text or token ids) is set.
 
     sampling   fields of shared.sampling.SamplingParams; absent ones take their defaults
-    priority   lower runs first; equal priorities run in order of arrival
+    priority   lower runs first, a level being worth 1,000 arrivals; equal priorities run in order of arrival
     """
 
     schema_version: int = SCHEMA_VERSION
