@@ -28,8 +28,11 @@ LEASE_PREFIX: Final = "diptych:lease:"
 VERIFY_INLINE_BYTES: Final = 1 << 20  # a larger checksum would hold up the event loop for a millisecond or more
 POLL_S: Final = (0.01, 0.02, 0.05, 0.1)  # how a follower looks for the leader's result: eagerly, then patiently
 
-# Only the owner may end a lease: after a pause its own may have expired and be another's by now.
+# Only the owner may end or renew a lease: after a pause its own may have expired and be another's by now.
 _RELEASE: Final = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+_RENEW: Final = (
+    "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end return 0"
+)
 
 
 @dataclass(slots=True)
@@ -213,8 +216,8 @@ class EmbeddingCache:
 
         async def renew(redis: Redis) -> None:
             pipeline = redis.pipeline(transaction=False)
-            for key in self._leases:
-                pipeline.pexpire(LEASE_PREFIX + key, round(self._lease_ttl_s * 1000))
+            for key, owner in self._leases.items():
+                pipeline.eval(_RENEW, 1, LEASE_PREFIX + key, owner, round(self._lease_ttl_s * 1000))
             await pipeline.execute(raise_on_error=False)
 
         while True:

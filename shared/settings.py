@@ -31,7 +31,7 @@ RedisUrl = Annotated[
     Field(
         validation_alias=AliasChoices("redis_url", "REDIS_URL"),
         pattern=r"^(rediss?|unix)://",
-        description="the embedding cache, e.g. redis://host:6379/0; none: embeddings travel between services only",
+        description="embeddings and uploaded files, e.g. redis://host:6379/0; none: each service keeps its own",
     ),
     BeforeValidator(_blank_is_unset),
 ]

@@ -16,7 +16,7 @@ from services.gateway.generation import Generation, Generator
 from services.gateway.schema import CompletionRequest, Prompt, wire_sampling
 from services.gateway.streaming import DONE, AnswerStream, ChunkTail, CompletionChunks
 from services.gateway.trace import Trace
-from shared.errors import DiptychError, InvalidRequest
+from shared.errors import InvalidRequest
 from shared.hashing import digest
 from shared.wire import Finished, GenerateRequest, Tokens
 
@@ -119,14 +119,14 @@ async def _merged(generations: list[Generation]) -> AsyncGenerator[tuple[int, To
             yield 0, only
         return
     # One place per prompt: a client that reads slowly slows its engines down instead of filling memory.
-    queue: asyncio.Queue[tuple[int, Tokens | Finished | DiptychError | None]] = asyncio.Queue(len(generations))
+    queue: asyncio.Queue[tuple[int, Tokens | Finished | Exception | None]] = asyncio.Queue(len(generations))
 
     async def pump(index: int, generation: Generation) -> None:
         try:
             async for event in generation.events():
                 await queue.put((index, event))
             await queue.put((index, None))
-        except DiptychError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, whoever waits for the queue must hear of it
             await queue.put((index, error))
 
     pumps = [asyncio.create_task(pump(index, generation)) for index, generation in enumerate(generations)]
@@ -134,7 +134,7 @@ async def _merged(generations: list[Generation]) -> AsyncGenerator[tuple[int, To
     try:
         while num_running:
             index, event = await queue.get()
-            if isinstance(event, DiptychError):
+            if isinstance(event, Exception):
                 raise event
             if event is None:
                 num_running -= 1

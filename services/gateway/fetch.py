@@ -15,7 +15,7 @@ from urllib.parse import urljoin
 import httpcore
 
 from services.gateway.net_guard import FetchTarget, NetGuard, parse_url
-from services.gateway.picture_cache import PictureCache
+from services.gateway.picture_cache import PictureCache, parse_seconds
 from shared.errors import ForbiddenUrl, ImageFetchFailed, ImageTooLarge
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -23,6 +23,8 @@ USER_AGENT = b"diptych-gateway"
 # The server could not answer just now; RFC 9110 lets a client ask again.
 TRANSIENT_STATUSES = frozenset({429, 502, 503, 504})
 MAX_ATTEMPTS = 3
+LISTS = frozenset({b"cache-control", b"vary"})
+MAX_DIGITS = 18
 FIRST_BACKOFF_S = 0.1
 
 
@@ -166,7 +168,7 @@ class ImageFetcher:
         ]
         try:
             async with self._http.stream("GET", url, headers=headers) as response:
-                fields = {name.lower(): value for name, value in response.headers}
+                fields = _fields(response.headers)
                 if response.status in REDIRECTS and b"location" in fields:
                     return fields[b"location"].decode("latin-1")
                 if response.status == 304 and stored is not None:
@@ -183,18 +185,26 @@ class ImageFetcher:
             raise failure(f"the connection to {target.host!r} failed: {_reason(error)}") from error
 
 
+def _fields(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """By lower-case name; what is said several times counts as one list, as RFC 9110 has it."""
+    fields: dict[bytes, bytes] = {}
+    for name, value in headers:
+        key = name.lower()
+        fields[key] = fields[key] + b", " + value if key in LISTS and key in fields else value
+    return fields
+
+
 def _check_answer(target: FetchTarget, status: int, fields: dict[bytes, bytes], max_bytes: int) -> None:
     if status in TRANSIENT_STATUSES:
-        wait = fields.get(b"retry-after", b"")
         raise TransientFailure(
             f"{target.host!r} answered the request for the image with status {status}",
-            retry_after_s=float(min(int(wait), 2**31)) if wait.isdigit() else None,
+            retry_after_s=parse_seconds(fields.get(b"retry-after", b"")),
         )
     if status != 200:
         raise ImageFetchFailed(f"{target.host!r} answered the request for the image with status {status}")
     if fields.get(b"content-encoding", b"identity").lower() not in (b"identity", b""):
         raise ImageFetchFailed(f"{target.host!r} sent the image compressed although that was declined")
-    announced = fields.get(b"content-length", b"")
+    announced = fields.get(b"content-length", b"")[:MAX_DIGITS]
     if announced.isdigit() and int(announced) > max_bytes:
         raise ImageTooLarge(f"the image has {int(announced)} bytes; at most {max_bytes}")
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError
 
 from shared.errors import FileNotFound, NotReady
 from shared.redis_link import RedisLink
@@ -27,12 +27,14 @@ FILE_PREFIX: Final = "diptych:file:"
 OWNER_PREFIX: Final = "diptych:files:"
 LONGEST_LIFE_S: Final = 30 * 86_400
 RETRY_AFTER_S: Final = 2.0
+ENTRY_BYTES: Final = 2048  # what an entry takes beside its bytes
+SWEEP_INTERVAL_S: Final = 1.0
 
 
 class FileInfo(BaseModel):
     """What is known of a file besides its bytes.
 
-    id      nobody can guess it, and it opens the file: whoever may use this gateway and knows the id may use the file
+    id      nobody can guess it, and it opens the file: whoever may use this gateway and knows the id may read the file
     owner   in whose list it is
     """
 
@@ -84,8 +86,11 @@ class FileStore:
         async def ask(redis: Redis) -> object:
             return await redis.hget(FILE_PREFIX + file_id, "data")
 
-        data: object = self._memory.data(file_id) or await self._link.attempt(ask, default=None)
-        if not isinstance(data, bytes):  # it expired, or Redis went away, in between
+        unanswered = object()
+        data: object = self._memory.data(file_id) or await self._link.attempt(ask, default=unanswered)
+        if data is unanswered:
+            raise NotReady("files cannot be read at the moment; try again", retry_after_s=RETRY_AFTER_S)
+        if not isinstance(data, bytes):  # it expired in between
             raise _not_found(file_id)
         return data
 
@@ -102,9 +107,12 @@ class FileStore:
         found = [self._judged(file_id, reply) for file_id, reply in zip(ids, replies, strict=True)]
         return sorted((info for info in found if info is not None), key=lambda info: (info.created_at, info.id))
 
-    async def delete(self, file_id: str) -> None:
-        """Raises what `info` raises; NotReady if Redis may hold the file and cannot be told."""
+    async def delete(self, file_id: str, owner: str) -> None:
+        """Raises what `info` raises, for another's file as for none; NotReady if Redis may hold the file and cannot be
+        told."""
         info = await self.info(file_id)
+        if info.owner != owner:
+            raise _not_found(file_id)
 
         async def forget(redis: Redis) -> bool:
             pipeline = redis.pipeline(transaction=False)
@@ -130,6 +138,8 @@ class FileStore:
             for file_id in file_ids:
                 pipeline.hmget(FILE_PREFIX + file_id, ["info", "gone"])
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            if broken := next((reply for reply in replies if isinstance(reply, ConnectionError)), None):
+                raise broken  # it is loading, or has lost its master: it cannot say
             return replies
 
         return await self._link.attempt(ask, default=None) if file_ids else []
@@ -158,13 +168,16 @@ class FileMemory:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._files: OrderedDict[str, tuple[FileInfo, bytes]] = OrderedDict()
+        self._swept_at = 0.0
         self.num_bytes = 0
 
     def put(self, info: FileInfo, data: bytes) -> None:
         self._files[info.id] = (info, data)
-        self.num_bytes += len(data)
-        for file_id in [other.id for other, _ in self._files.values() if other.expires_at <= time.time()]:
-            self.discard(file_id)
+        self.num_bytes += len(data) + ENTRY_BYTES
+        if (now := time.time()) - self._swept_at > SWEEP_INTERVAL_S:
+            self._swept_at = now
+            for file_id in [other.id for other, _ in self._files.values() if other.expires_at <= now]:
+                self.discard(file_id)
         while self.num_bytes > self._max_bytes and len(self._files) > 1:
             self.discard(next(iter(self._files)))
 
@@ -183,7 +196,7 @@ class FileMemory:
 
     def discard(self, file_id: str) -> None:
         if (held := self._files.pop(file_id, None)) is not None:
-            self.num_bytes -= len(held[1])
+            self.num_bytes -= len(held[1]) + ENTRY_BYTES
 
 
 def _not_found(file_id: str) -> FileNotFound:

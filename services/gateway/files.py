@@ -98,8 +98,8 @@ class Files:
     async def read(self, file_id: str) -> bytes:
         return await self._store.read(file_id)
 
-    async def delete(self, file_id: str) -> None:
-        await self._store.delete(file_id)
+    async def delete(self, file_id: str, owner: str) -> None:
+        await self._store.delete(file_id, owner)
 
     def _described(self, form: FormData, filename: str, size_bytes: int, owner: str) -> FileInfo:
         fields = _validated(UploadForm, {name: value for name, value in form.items() if isinstance(value, str)})

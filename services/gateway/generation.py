@@ -121,8 +121,14 @@ class Generator:
 
     async def tokenize(self, request: TokenizeRequest, *, model: str) -> TokenizeResponse:
         replica = self._choose(model, affinity=b"")
-        with replica.lease():
-            return await self._client.tokenize(replica.url, request)
+        try:
+            with replica.lease():
+                counted = await self._client.tokenize(replica.url, request)
+        except DiptychError as error:
+            self._pool.note(replica, error)
+            raise
+        self._pool.note(replica, None)
+        return counted
 
     def _choose(self, model: str, affinity: bytes) -> Replica[ModelInfo]:
         replica = self._pool.least_loaded(self._pool.available(suits=lambda info: info.id == model), affinity)

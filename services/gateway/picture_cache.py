@@ -6,7 +6,6 @@ Requests carry neither cookies nor credentials, so what one client may see every
 
 from __future__ import annotations
 
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -14,15 +13,20 @@ from dataclasses import dataclass, replace
 
 # RFC 9111, 1.2.2: anything longer means for ever.
 LONGEST_LIFE_S = 2**31
-_DIRECTIVE = re.compile(rb'\s*([a-z-]+)\s*(?:=\s*(?:"([^"]*)"|([^",\s]*)))?\s*(?:,|$)')
+ENTRY_BYTES = 500  # what an entry takes beside its picture, its URL and its validator
+MAX_VALIDATOR_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPicture:
-    """conditions   request headers that let the server answer "unchanged" (304) instead of sending it again"""
+    """conditions   request headers that let the server answer "unchanged" (304) instead of sending it again
+
+    life_s   how long it may be used unasked after it came, or was said to be unchanged
+    """
 
     data: bytes
     conditions: tuple[tuple[bytes, bytes], ...]
+    life_s: float
     fresh_until: float
 
 
@@ -52,43 +56,61 @@ class PictureCache:
         conditions = _conditions(fields)
         if directives.keys() & {b"no-store", b"private"} or (life_s <= 0 and not conditions):
             return
-        if fields.get(b"vary", b"accept-encoding").strip().lower() != b"accept-encoding" or len(data) > self._max_bytes:
+        picture = StoredPicture(data, conditions, life_s, self._clock() + life_s)
+        size_bytes = _size_bytes(url, picture)
+        if (
+            fields.get(b"vary", b"accept-encoding").strip().lower() != b"accept-encoding"
+            or size_bytes > self._max_bytes
+        ):
             return
-        self._pictures[url] = StoredPicture(data, conditions, self._clock() + life_s)
-        self.num_bytes += len(data)
+        self._pictures[url] = picture
+        self.num_bytes += size_bytes
         while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._pictures)))
 
     def renew(self, url: str, fields: Mapping[bytes, bytes]) -> None:
         """Its server said that it is unchanged."""
         if (picture := self._pictures.get(url)) is not None:
-            life_s = _life_s(fields, _cache_control(fields))
-            self._pictures[url] = replace(picture, fresh_until=self._clock() + life_s)
+            says_nothing = b"cache-control" not in fields
+            life_s = picture.life_s if says_nothing else _life_s(fields, _cache_control(fields))
+            self._pictures[url] = replace(picture, life_s=life_s, fresh_until=self._clock() + life_s)
 
     def _drop(self, url: str) -> None:
         if (picture := self._pictures.pop(url, None)) is not None:
-            self.num_bytes -= len(picture.data)
+            self.num_bytes -= _size_bytes(url, picture)
+
+
+def parse_seconds(value: bytes) -> int | None:
+    """Delta-seconds of a header; None if it is none. Any number that is too large means for ever."""
+    if not value.isdigit():
+        return None
+    return min(int(value), LONGEST_LIFE_S) if len(value) <= len(str(LONGEST_LIFE_S)) else LONGEST_LIFE_S
+
+
+def _size_bytes(url: str, picture: StoredPicture) -> int:
+    return ENTRY_BYTES + len(url) + len(picture.data) + sum(len(value) for _, value in picture.conditions)
 
 
 def _cache_control(fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    matches = _DIRECTIVE.findall(fields.get(b"cache-control", b"").lower())
-    return {name: quoted or plain for name, quoted, plain in matches}
+    """By hand: a pattern for it can be made to take seconds. A comma in quotes gives names that mean nothing."""
+    directives = {}
+    for part in fields.get(b"cache-control", b"").lower().split(b","):
+        name, _, value = part.partition(b"=")
+        directives[name.strip()] = value.strip().strip(b'"')
+    return directives
 
 
 def _life_s(fields: Mapping[bytes, bytes], directives: Mapping[bytes, bytes]) -> float:
     """Seconds from now for which it may be used unasked; the time that it spent in other caches is over."""
     if b"no-cache" in directives:
         return 0.0
-    seconds = directives.get(b"s-maxage") or directives.get(b"max-age") or b""
-    age = fields.get(b"age", b"0")
-    if not seconds.isdigit() or not age.isdigit():
-        return 0.0
-    return float(min(int(seconds), LONGEST_LIFE_S) - min(int(age), LONGEST_LIFE_S))
+    seconds = parse_seconds(directives.get(b"s-maxage") or directives.get(b"max-age") or b"")
+    age = parse_seconds(fields.get(b"age", b"0"))
+    return 0.0 if seconds is None or age is None else float(seconds - age)
 
 
 def _conditions(fields: Mapping[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
-    if b"etag" in fields:
-        return ((b"If-None-Match", fields[b"etag"]),)
-    if b"last-modified" in fields:
-        return ((b"If-Modified-Since", fields[b"last-modified"]),)
+    for field, condition in ((b"etag", b"If-None-Match"), (b"last-modified", b"If-Modified-Since")):
+        if field in fields and len(fields[field]) <= MAX_VALIDATOR_BYTES:
+            return ((condition, fields[field]),)
     return ()

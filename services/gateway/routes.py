@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -170,8 +169,8 @@ def file_routes(files: Files, keyring: Keyring, limits: KeyLimits) -> APIRouter:
         return Response(await files.read(file_id), headers=headers, media_type="application/octet-stream")
 
     @router.delete("/{file_id}", **operation("Delete a file", answer=answers.FileDeleted, errors=READING_ERRORS))
-    async def delete_file(file_id: str) -> Response:
-        await files.delete(file_id)
+    async def delete_file(request: Request, file_id: str) -> Response:
+        await files.delete(file_id, _owner_of(request))
         return _json({"id": file_id, "object": "file", "deleted": True})
 
     return router
@@ -237,8 +236,10 @@ def _json(body: dict[str, Any], headers: dict[str, str] | None = None, status: i
 
 
 def _owner_of(request: Request) -> str:
-    """In whose list a file is: everyone with the same API key, which is not kept in clear."""
-    return hashlib.sha256(request.headers.get("authorization", "").encode("utf-8", "surrogateescape")).hexdigest()
+    """In whose list a file is: everyone whose API key has the same name."""
+    name = trace_of(request).key_name
+    assert name is not None, "files are for those who were let in"
+    return name
 
 
 def _file_body(info: FileInfo) -> dict[str, Any]:

@@ -199,8 +199,10 @@ class SseResponse(Response):
                 await self._send_error(send, DiptychError("internal error; the server's log has the details"))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await self._answer.frames.aclose()
-            await self._answer.close()
+            try:
+                await self._answer.frames.aclose()
+            finally:
+                await self._answer.close()
 
     async def _send_error(self, send: Send, error: DiptychError) -> None:
         self._trace.outcome = error.code

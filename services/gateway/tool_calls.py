@@ -23,6 +23,7 @@ from services.gateway.json_schema import closed
 from services.gateway.output_schema import ToolFunction
 from shared.wire import Tokens, ToolFormat
 
+MAX_FALSE_OPENINGS = 16  # each is read to its end once more: a model that repeats one must not make that quadratic
 MAX_FORCED_CALLS = 16  # a model that was never taught tools would go on for ever
 _JSON_SIGN: Final = re.compile(r'["\\{}\[\]]')
 _ID_SIGNS: Final = string.ascii_letters + string.digits
@@ -73,7 +74,7 @@ _MARKS: Final[dict[ToolFormat, _Marks]] = {
 class ToolCallParser:
     """Reads one answer. `forced`: it was written under `calls_grammar`, so it begins with a call.
 
-    White space next to a call is no content; all other text is.
+    White space next to a call is no content; all other text is. After a few openings that opened nothing, all is text.
     """
 
     def __init__(self, form: ToolFormat, *, forced: bool = False) -> None:
@@ -84,6 +85,7 @@ class ToolCallParser:
         self._space: str | None = ""  # white space at the beginning or after a call, until text or a call follows
         self._may_be_bare = forced or self._marks.is_bare
         self._num_calls = 0
+        self._num_false_openings = 0
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """What is certain now: text and calls, in order."""
@@ -119,7 +121,11 @@ class ToolCallParser:
                 self._call = _JsonValue(0)
                 return
         opening = self._marks.opening
-        end = self._held.find(opening)
+        end = self._held.find(opening) if self._num_false_openings < MAX_FALSE_OPENINGS else len(self._held)
+        if end == len(self._held):
+            text, self._held = self._held, ""
+            yield from self._give(text)
+            return
         if end >= 0:
             self._call = _JsonValue(len(opening))
         else:
@@ -134,6 +140,7 @@ class ToolCallParser:
         self._call = None
         calls = [] if end is None else self._calls_in(self._held[call.start : end])
         if not calls:  # what opened it is text, and what follows may open another
+            self._num_false_openings += 1
             text, self._held = self._held[: call.start], self._held[call.start :]
             yield from self._give(text)
             return

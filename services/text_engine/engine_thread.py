@@ -100,6 +100,8 @@ class EngineThread:
         self.submit(command)
 
     def _run(self) -> None:
+        if not self._built.set_running_or_notify_cancel():  # whoever started the thread wants it no more
+            return
         try:
             built = self._build(self._give_up)
         except BaseException as error:  # noqa: BLE001 - whoever started the thread hears of it

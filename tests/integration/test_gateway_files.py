@@ -32,6 +32,12 @@ def stack(shared_stack: Stack) -> Stack:
     return shared_stack
 
 
+@pytest.fixture(scope="module")
+def api_key_stack() -> Iterator[Stack]:
+    with running_stack(api_keys=("alice:sk-a", "bob:sk-b", "carol:sk-c")) as running:
+        yield running
+
+
 @pytest.fixture
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=f"key-{time.monotonic_ns()}", max_retries=0) as made:
@@ -91,25 +97,36 @@ def test_an_expired_file_is_gone(stack: Stack):
     assert_openai_error(stack.http.get(f"/v1/files/{file_id}/content"), 404, "file_not_found")
 
 
-def test_ids_cannot_be_guessed_and_lists_hold_only_the_own_files(stack: Stack):
+def test_ids_cannot_be_guessed(stack: Stack):
     ids = {uploaded(stack, png(4)) for _ in range(20)}
     assert len(ids) == 20
     assert all(len(file_id) == len("file-") + 32 for file_id in ids)
-    stranger = stack.http.get("/v1/files", headers={"Authorization": "Bearer somebody-else"}).json()
-    assert stranger["data"] == []
 
 
-def test_lists_come_in_pages_of_either_order(client: openai.OpenAI):
-    made = [client.files.create(file=png(seed), purpose="vision").id for seed in range(5)]
-    pages = client.files.list(limit=2, order="asc")
-    first = [file.id for file in pages.data]
-    assert len(first) == 2
-    assert pages.has_more
-    assert sorted(file.id for file in pages) == sorted(made)
-    assert [file.id for file in client.files.list(order="desc")] == [
-        file.id for file in client.files.list(order="asc")
-    ][::-1]
-    assert [file.id for file in client.files.list(purpose="user_data")] == []
+def test_files_are_listed_and_deleted_by_their_own_key_and_read_by_all(api_key_stack: Stack):
+    def ask(method: str, path: str, authorization: str) -> httpx.Response:
+        return api_key_stack.http.request(method, path, headers={"Authorization": authorization})
+
+    with openai.OpenAI(base_url=f"{api_key_stack.url}/v1", api_key="sk-a", max_retries=0) as alice:
+        made = alice.files.create(file=png(5), purpose="vision").id
+    assert [file["id"] for file in ask("GET", "/v1/files", "bearer  sk-a").json()["data"]] == [made]
+    assert ask("GET", "/v1/files", "Bearer sk-b").json()["data"] == []
+    assert ask("GET", f"/v1/files/{made}/content", "Bearer sk-b").content == png(5)
+    assert_openai_error(ask("DELETE", f"/v1/files/{made}", "Bearer sk-b"), 404, "file_not_found")
+    assert ask("DELETE", f"/v1/files/{made}", "Bearer sk-a").json()["deleted"]
+
+
+def test_lists_come_in_pages_of_either_order(api_key_stack: Stack):
+    with openai.OpenAI(base_url=f"{api_key_stack.url}/v1", api_key="sk-c", max_retries=0) as client:
+        made = [client.files.create(file=png(seed), purpose="vision").id for seed in range(5)]
+        pages = client.files.list(limit=2, order="asc")
+        first = [file.id for file in pages.data]
+        assert len(first) == 2
+        assert pages.has_more
+        assert sorted(file.id for file in pages) == sorted(made)
+        rising, falling = ([file.id for file in client.files.list(order=order)] for order in ("asc", "desc"))
+        assert falling == rising[::-1]
+        assert [file.id for file in client.files.list(purpose="user_data")] == []
 
 
 def test_bytes_come_back_as_a_download_that_no_browser_shows(stack: Stack):

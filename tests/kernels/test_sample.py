@@ -13,6 +13,7 @@ from services.text_engine.core.sequence import Sequence
 from services.text_engine.kernels import reference
 from services.text_engine.kernels.sample import MAX_CANDIDATES, sample
 from services.text_engine.kernels.sampling_tensors import SamplingTensors
+from services.text_engine.runner.device_sampling import sampling_tensors as to_sampling_tensors
 from services.text_engine.runner.sampler import Sampler
 from shared.sampling import SamplingParams
 
@@ -151,3 +152,12 @@ def test_rows_that_are_not_finite_say_so_and_leave_the_others_alone():
         token_ids, is_finite = sample(logits, 50, sampling_tensors(5, temperature=temperature, top_p=0.9))
         assert is_finite.tolist() == [False, False, False, True, True]
         assert token_ids[:4].tolist() == [0, 0, 0, 0]
+
+
+def test_a_top_k_beyond_any_vocabulary_means_all_of_it():
+    def asking(top_k: int) -> Sequence:
+        return Sequence("a", [1, 2], 1, SamplingParams(temperature=1.0, top_k=top_k), max_total_tokens=9)
+
+    tensors = to_sampling_tensors([asking(2**40), asking(0)], [1, 1], torch.device("cpu"))
+    token_ids, _ = sample(random_logits(1, 50, seed=1).repeat(2, 1), 50, tensors)
+    assert token_ids[0] == token_ids[1]

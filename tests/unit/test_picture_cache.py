@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from services.gateway.net_guard import HostResolver, NetGuard
-from services.gateway.picture_cache import PictureCache
+from services.gateway.picture_cache import ENTRY_BYTES, PictureCache
 from shared.errors import ForbiddenUrl
 
 URL = "https://pictures.example/cat.png"
@@ -89,18 +91,45 @@ def test_its_server_is_asked_whether_it_changed(
 
 
 def test_the_pictures_that_were_not_asked_for_longest_make_room(clock: Clock):
-    cache = PictureCache(10, clock)
+    cache = PictureCache(2 * (ENTRY_BYTES + 6), clock)
     fields = {b"cache-control": b"max-age=60"}
     for name in ("a", "b"):
         cache.put(name, bytes(5), fields)
     cache.get("a")
     cache.put("c", bytes(5), fields)
     assert [cache.get(name) is not None for name in "abc"] == [True, False, True]
-    cache.put("d", bytes(11), fields)
+    cache.put("d", bytes(2 * ENTRY_BYTES), fields)
     assert cache.get("d") is None
-    assert cache.num_bytes == 10
+    assert cache.num_bytes == 2 * (ENTRY_BYTES + 6)
     cache.put("a", bytes(2), {})
-    assert cache.num_bytes == 5
+    assert cache.num_bytes == ENTRY_BYTES + 6
+
+
+def test_what_a_server_sends_beside_the_picture_counts_too(clock: Clock):
+    cache = PictureCache(100_000, clock)
+    for number in range(1000):
+        cache.put(f"https://a.example/{number}{'x' * 1000}", b"1", {b"etag": b"v" * 1000})
+    held = sum(len(url) + 1000 for url in cache._pictures)
+    assert held < cache.num_bytes <= 100_000
+    cache.put(URL, b"cat", {b"etag": b"v" * 1025})
+    assert cache.get(URL) is None
+
+
+@pytest.mark.parametrize("control", [b"a" + b" " * 60_000 + b"!", b"a" * 30_000 + b" " * 30_000, b'"' * 60_000])
+def test_a_hostile_cache_control_takes_no_time(clock: Clock, control: bytes):
+    begun = time.perf_counter()
+    PictureCache(1000, clock).put(URL, b"cat", {b"cache-control": control, b"age": b"9" * 60_000})
+    assert time.perf_counter() - begun < 0.1
+
+
+def test_a_server_that_only_says_unchanged_keeps_its_word_of_before(clock: Clock):
+    cache = PictureCache(1000, clock)
+    cache.put(URL, b"cat", {b"cache-control": b"max-age=60", b"etag": b'"v1"'})
+    clock.now += 61
+    assert not is_fresh(cache)
+    cache.renew(URL, {})
+    clock.now += 59
+    assert is_fresh(cache)
 
 
 def test_a_listed_domain_covers_what_is_below_it_and_nothing_else():

@@ -208,3 +208,14 @@ def test_several_calls_are_allowed_if_they_may_be_parallel(form: ToolFormat):
     assert "call){0,15}" in grammar
     assert grammar.startswith("start: calls | answer\n")
     assert 'answer: %json {"type": "object", "x-guidance"' in grammar
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{" * 20_000, "<tool_call>{" * 5_000 + "}" * 5_000, "<tool_call>{}" * 20_000]
+)
+def test_a_model_that_repeats_an_opening_takes_no_time_and_loses_no_text(text: str):
+    parser = ToolCallParser("hermes")
+    begun = time.perf_counter()
+    pieces = [*parser.feed(text), *parser.finish()]
+    assert time.perf_counter() - begun < 2
+    assert "".join(str(piece) for piece in pieces) == text

@@ -26,7 +26,7 @@ def sampling_tensors(
     params = [sequence.sampling for sequence in sequences]
     columns: list[NDArray[np.generic]] = [
         np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
-        np.array([p.top_k for p in params], dtype=np.int32),
+        np.array([min(p.top_k, MAX_VOCAB_SIZE) for p in params], dtype=np.int32),
         np.array([p.top_p for p in params], dtype=np.float32),
         np.array([p.min_p for p in params], dtype=np.float32),
         np.array([seed % 2**64 for seed in seeds], dtype=np.uint64).view(np.int64),

@@ -217,8 +217,9 @@ class Workers:
                 connection.send(arrays)
             yield
         except Exception as error:
-            self._fail(f"a step failed: {error}")
-            raise RankFailed(self._failure) from error
+            reason = f"a step failed: {error}"
+            self._fail(reason)
+            raise RankFailed(self._failure or reason) from error
 
     def close(self) -> None:
         """End the processes: in order if they are well. Steps are over. Safe to call twice."""
