@@ -22,6 +22,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from services.text_engine.core.scheduler import GROWTH_BLOCKS
 from services.text_engine.models.config import ConfigError
 from services.text_engine.models.families import load_model_config
 from services.vision_encoder.errors import UnsupportedCheckpoint
@@ -324,12 +325,12 @@ def test_chunks_and_the_prefix_cache_change_no_answer(pair: Pair, budget: int):
 def test_preemption_changes_no_answer(pair: Pair):
     parts = [question((44, 60), (130, 90)), question((50, 20)), question((33, 99))]
     calm = SplitSystem(pair.ours.folder)
-    longest = max(len(calm.prompt(part).token_ids) for part in parts) + 60
-    num_blocks = -(-longest // 16) + 2
+    # Room for all of them to start, and not for all of them to end.
+    num_blocks = sum(len(calm.prompt(part).token_ids) // 16 + 1 + GROWTH_BLOCKS for part in parts)
     tight = SplitSystem(pair.ours.folder, kv_cache_memory=f"{num_blocks * bytes_per_block(calm.driver)}")
     for system in (calm, tight):
         for i, part in enumerate(parts):
-            system.add(f"r{i}", part, max_tokens=60)
+            system.add(f"r{i}", part, max_tokens=100)
         system.driver.run()
     assert tight.driver.engine.scheduler.num_preemptions > 0
     for i in range(len(parts)):
