@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.families.features import normalize, resolve_feature_layers
 from services.vision_encoder.families.interface import PreparedImage
-from services.vision_encoder.families.llava import Llava
 from services.vision_encoder.families.registry import load_family
+from services.vision_encoder.families.tiled import Tiled
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader, load_tower
 from shared.torch_io import Checkpoint
@@ -36,14 +36,14 @@ LLAVA_CHECKPOINTS = [
 ]
 
 
-def loaded(folder: Path, dtype: torch.dtype = FP32) -> Llava:
+def loaded(folder: Path, dtype: torch.dtype = FP32) -> Tiled:
     family = load_family(folder)
-    assert isinstance(family, Llava)
+    assert isinstance(family, Tiled)
     family.prepare_weights(CPU, dtype)
     return family
 
 
-def pictures(family: Llava, count: int) -> list[PreparedImage]:
+def pictures(family: Tiled, count: int) -> list[PreparedImage]:
     generator = torch.Generator().manual_seed(3)
     shape = (1, 3, *family.preprocessing.size)
     tiles = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in range(count)]
@@ -51,7 +51,7 @@ def pictures(family: Llava, count: int) -> list[PreparedImage]:
 
 
 @torch.inference_mode()
-def reference(folder: Path, family: Llava, images: list[PreparedImage]) -> list[torch.Tensor]:
+def reference(folder: Path, family: Tiled, images: list[PreparedImage]) -> list[torch.Tensor]:
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder, dtype=FP32).eval()
     pixels = normalize(torch.cat([image.pixels for image in images]), family.preprocessing)
     features: list[torch.Tensor] = model.get_image_features(pixel_values=pixels).pooler_output

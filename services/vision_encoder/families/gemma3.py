@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.families.features import check_tile_size
-from services.vision_encoder.families.interface import PreparedImage, fingerprint
 from services.vision_encoder.families.siglip import Connector, SiglipFeatures, load_siglip
+from services.vision_encoder.families.tiled import Tiled
 from services.vision_encoder.preprocessing.processor_file import (
     BILINEAR,
     HALF,
@@ -27,7 +26,6 @@ from services.vision_encoder.preprocessing.single_tile import SingleTile
 from services.vision_encoder.rotary_tower import RmsNorm
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import PROJECTOR_PREFIXES, WeightReader
-from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
 from shared.wire import ImageMetadata
 
@@ -52,54 +50,24 @@ class AveragePooling(Connector):
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Gemma3:
-    features: SiglipFeatures
-    preprocessing: SingleTile
-    weights_digest: bytes
-
-    @property
-    def hidden_size(self) -> int:
-        return self.features.connector.output_size
-
-    def describe(self, width: int, height: int) -> ImageMetadata:
-        num_tokens = self.features.connector.num_rows
-        return ImageMetadata(
-            num_tokens=num_tokens,
-            width=width,
-            height=height,
-            layout=(BEFORE_IMAGE, num_tokens, AFTER_IMAGE),
-            attention="bidirectional",
-        )
-
-    def fingerprint(self, dtype: torch.dtype, background: tuple[int, int, int]) -> str:
-        return fingerprint(
-            weights_digest=self.weights_digest,
-            preprocessing=self.preprocessing,
-            choices=self.features.choices,
-            dtype=dtype,
-            background=background,
-        )
-
-    def record_graphs(self, capture: Capture) -> None:
-        self.features.record_graphs(capture)
-
-    def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.features.prepare_weights(device, dtype)
-
-    def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        tiles = torch.cat([image.pixels for image in images])
-        return list(self.features(tiles, self.preprocessing).unbind())
-
-
-def load_gemma3(folder: Path, config: dict[str, Any]) -> Gemma3:
+def load_gemma3(folder: Path, config: dict[str, Any]) -> Tiled:
     tower_config = TowerConfig.from_hf({"model_type": "siglip_vision_model"} | config.get("vision_config", {}))
     preprocessing = _load_preprocessing(folder)
     check_tile_size(preprocessing, tower_config)
     reader = WeightReader(Checkpoint(folder))
     tower, post_layernorm = load_siglip(reader, tower_config)
     connector = _load_connector(reader, tower_config, num_rows=int(config.get("mm_tokens_per_image", 256)))
-    return Gemma3(SiglipFeatures(tower, post_layernorm, connector), preprocessing, reader.digest)
+
+    def describe(width: int, height: int) -> ImageMetadata:
+        return ImageMetadata(
+            num_tokens=connector.num_rows,
+            width=width,
+            height=height,
+            layout=(BEFORE_IMAGE, connector.num_rows, AFTER_IMAGE),
+            attention="bidirectional",
+        )
+
+    return Tiled(SiglipFeatures(tower, post_layernorm, connector), preprocessing, reader.digest, describe)
 
 
 def _load_connector(reader: WeightReader, tower_config: TowerConfig, num_rows: int) -> AveragePooling:

@@ -32,6 +32,10 @@ class SiglipFeatures:
     graphs: PassGraphs | None = field(default=None, init=False)
 
     @property
+    def hidden_size(self) -> int:
+        return self.connector.output_size
+
+    @property
     def choices(self) -> dict[str, object]:
         """For the fingerprint: what changes rows and is not in the weights."""
         return {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
-from services.vision_encoder.families.interface import PreparedImage, fingerprint
 from services.vision_encoder.families.siglip import Connector, SiglipFeatures, load_siglip
-from services.vision_encoder.preprocessing.split_tiles import SplitTiles, load_split_tiles
+from services.vision_encoder.families.tiled import Tiled
+from services.vision_encoder.preprocessing.split_tiles import load_split_tiles
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader
-from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
 from shared.wire import ImageMetadata
 
@@ -56,47 +54,6 @@ class PixelShuffle(Connector):
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class SmolVlm:
-    features: SiglipFeatures
-    preprocessing: SplitTiles
-    weights_digest: bytes
-
-    @property
-    def hidden_size(self) -> int:
-        return self.features.connector.output_size
-
-    def describe(self, width: int, height: int) -> ImageMetadata:
-        rows, columns = self.preprocessing.grid(width, height)
-        per_tile = self.features.connector.num_rows
-        return ImageMetadata(
-            num_tokens=per_tile * (rows * columns + 1),
-            width=width,
-            height=height,
-            layout=tuple(_layout(rows, columns, per_tile)),
-        )
-
-    def fingerprint(self, dtype: torch.dtype, background: tuple[int, int, int]) -> str:
-        return fingerprint(
-            weights_digest=self.weights_digest,
-            preprocessing=self.preprocessing,
-            choices=self.features.choices,
-            dtype=dtype,
-            background=background,
-        )
-
-    def record_graphs(self, capture: Capture) -> None:
-        self.features.record_graphs(capture)
-
-    def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.features.prepare_weights(device, dtype)
-
-    def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        tiles = torch.cat([image.pixels for image in images])
-        rows = self.features(tiles, self.preprocessing)
-        return list(torch.unflatten(rows, 0, (len(images), -1)).flatten(1, 2).unbind())
-
-
 def _layout(rows: int, columns: int, per_tile: int) -> Iterator[str | int]:
     """Each tile's rows behind its name, the whole picture's last; a line break ends a row of tiles."""
     line_break = ""
@@ -111,7 +68,7 @@ def _layout(rows: int, columns: int, per_tile: int) -> Iterator[str | int]:
     yield FAKE_TOKEN
 
 
-def load_smolvlm(folder: Path, config: dict[str, Any]) -> SmolVlm:
+def load_smolvlm(folder: Path, config: dict[str, Any]) -> Tiled:
     fields = TOWER_DEFAULTS | config.get("vision_config", {}) | {"model_type": "siglip_vision_model"}
     tower_config = TowerConfig.from_hf(fields)
     preprocessing = load_split_tiles(folder)
@@ -121,7 +78,18 @@ def load_smolvlm(folder: Path, config: dict[str, Any]) -> SmolVlm:
     tile_positions = position_ids(tower.config.grid_size, tower_config.grid_size)
     tower.position_embedding = nn.Parameter(tower.position_embedding.detach()[tile_positions])
     connector = _load_connector(reader, tower.config, scale=int(config.get("scale_factor", 2)))
-    return SmolVlm(SiglipFeatures(tower, post_layernorm, connector), preprocessing, reader.digest)
+
+    def describe(width: int, height: int) -> ImageMetadata:
+        rows, columns = preprocessing.grid(width, height)
+        per_tile = connector.num_rows
+        return ImageMetadata(
+            num_tokens=per_tile * (rows * columns + 1),
+            width=width,
+            height=height,
+            layout=tuple(_layout(rows, columns, per_tile)),
+        )
+
+    return Tiled(SiglipFeatures(tower, post_layernorm, connector), preprocessing, reader.digest, describe)
 
 
 def _load_connector(reader: WeightReader, tower_config: TowerConfig, scale: int) -> PixelShuffle:
