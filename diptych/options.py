@@ -91,14 +91,20 @@ def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parame
     )
 
 
+def choices(annotation: Any) -> list[str]:
+    """The words that a field takes, those of all members of a union; empty for any other type."""
+    literals = [part for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal]
+    return [str(word) for literal in literals for word in get_args(literal)]
+
+
 def _describe(annotation: Any) -> tuple[type, str | None]:
     """How typer should take a value of this type (text or switch), and what the help shows for it."""
+    if words := choices(annotation):
+        return str, "|".join(words)
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(each for each in get_args(annotation) if each is not type(None))
     if annotation is bool:
         return bool, None
-    if get_origin(annotation) is Literal:
-        return str, "|".join(str(each) for each in get_args(annotation))
     if get_origin(annotation) in (tuple, list):
         return str, "A,B,…"
     return str, {int: "INT", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")

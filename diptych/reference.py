@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Final
 
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from diptych.options import flag
+from diptych.options import choices, flag
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
@@ -30,8 +30,8 @@ INTRODUCTION: Final = """\
 
 Every setting of every service. On a command line it is a flag (`diptych text-engine --max-num-seqs 32`), in a
 container an environment variable; a flag wins over a variable, a variable over the default. A bad value stops the start
-with its name and what was wanted. `diptych serve` takes the text engine's flags too and hands them on. Lists are
-separated by commas.
+with its name and what was wanted. `diptych serve` takes the text engine's flags and hands them on; settings of the
+gateway and the encoders reach it through the environment. Lists are separated by commas.
 
 This page is made from the settings by `python -m diptych.reference`; a test keeps it true.
 """
@@ -47,15 +47,15 @@ def reference() -> str:
 
 
 def _row(settings: type[BaseSettings], name: str, field: FieldInfo) -> str:
-    choices = _choices(field.annotation)
-    meaning = (field.description or "") + (f" ({choices})" if choices else "")
+    words = ", ".join(choices(field.annotation))
+    meaning = _cell((field.description or "") + (f" ({words})" if words else ""))
     variable = env_name(settings, name)
-    return f"| `{flag(name)}` | `{variable}` | {_default(field)} | {_cell(meaning)} |\n"
+    if name == "model":  # the commands of `diptych.cli` take it as their argument
+        return f"| first argument | `{variable}` or `MODEL` | `demo` | {meaning}, a hub id, demo or smollm2 |\n"
+    return f"| `{flag(name)}` | `{variable}` | {_default(field)} | {meaning} |\n"
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "*required*"
     match field.default:
         case None | () | "":
             return ""
@@ -65,14 +65,6 @@ def _default(field: FieldInfo) -> str:
             return f"`{','.join(map(str, values))}`"
         case value:
             return f"`{value}`"
-
-
-def _choices(annotation: Any) -> str:
-    """ "a, b, c" for a field that takes one of a few words."""
-    words = [
-        word for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal for word in get_args(part)
-    ]
-    return ", ".join(dict.fromkeys(words))
 
 
 def _cell(text: str) -> str:

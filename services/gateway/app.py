@@ -189,7 +189,7 @@ def _fetcher(settings: GatewaySettings, stack: AsyncExitStack) -> ImageFetcher:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DiptychError)
-    trace_of(request).outcome = error.code
+    trace_of(request).failed(error)
     response = error_response(error)
     if "expect" in request.headers:
         # The client may skip the body it asked leave for; what it sends next must not be taken for that body.

@@ -54,7 +54,10 @@ def _of_outputs(given: StructuredOutputs) -> Iterator[Constraint]:
 def _of_extras(
     schema: JsonObject | None, regex: str | None, choice: list[str] | None, grammar: str | None, prefix: str
 ) -> Iterator[Constraint]:
-    """vLLM's four, the same in both spellings. Empty ones ask for nothing; of schemas, `{}` allows any JSON."""
+    """vLLM's four, the same in both spellings. An empty one would allow no answer; of schemas, `{}` allows any JSON."""
+    for name, given in (("regex", regex), ("choice", choice), ("grammar", grammar)):
+        if given is not None and not given:
+            raise InvalidRequest(f"{prefix}{name} is empty: no answer could match it", param=f"{prefix}{name}")
     if schema is not None:
         yield Constraint(kind="json_schema", value=_schema_text(schema), param=f"{prefix}json")
     if regex:

@@ -55,8 +55,8 @@ class RequestScope:
 
     async def _answer(self, scope: Scope, receive: Receive, responder: Responder, trace: Trace) -> None:
         if scope["path"].startswith(_API) and self._lifecycle.is_draining:
-            trace.outcome = NotReady.code
             leaving = NotReady("this gateway is shutting down", retry_after_s=RETRY_AFTER_S)
+            trace.failed(leaving)
             await error_response(leaving)(scope, receive, responder.send)
             return
         try:
@@ -77,6 +77,7 @@ class RequestScope:
             "route": route,
             "status": status,
             "outcome": trace.outcome,
+            "reason": trace.reason,
             "duration_s": round(trace.elapsed_s, 4),
             "first_token_s": trace.first_token_s and round(trace.first_token_s, 4),
             "key": trace.key_name,
@@ -86,5 +87,6 @@ class RequestScope:
             "num_cached_tokens": trace.num_cached_tokens,
             "num_generated_tokens": trace.num_generated_tokens,
         }
-        write = log.info if scope["path"].startswith(_API) else log.debug
+        routine = log.info if scope["path"].startswith(_API) else log.debug
+        write = routine if trace.reason is None else log.warning
         write("request", **{name: value for name, value in facts.items() if value is not None})

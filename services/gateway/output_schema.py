@@ -12,10 +12,10 @@ from services.gateway.base_schema import Body, JsonObject, shallow
 
 
 def _schema(value: object) -> object:
-    """vLLM takes text, too; an empty one asks for nothing."""
+    """vLLM takes text, too."""
     if isinstance(value, str):
         try:
-            value = orjson.loads(value) if value else None
+            value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise PydanticCustomError("schema", "is text, but not JSON: {reason}", {"reason": str(error)}) from None
     return shallow(value)
@@ -41,13 +41,21 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: at most one of these."""
+    """vLLM's: exactly one of these. An unknown field is refused: it may be a misspelt one of them."""
+
+    model_config = ConfigDict(extra="forbid")
 
     json_: SchemaOrText = Field(default=None, alias="json")
     json_object: bool = False
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if not self.json_object and self.model_fields_set <= {"json_object"}:
+            raise PydanticCustomError("structured_outputs", "give one of json, json_object, regex, choice and grammar")
+        return self
 
 
 class ToolFunction(Body):

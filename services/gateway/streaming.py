@@ -205,7 +205,7 @@ class SseResponse(Response):
                 await self._answer.close()
 
     async def _send_error(self, send: Send, error: DiptychError) -> None:
-        self._trace.outcome = error.code
+        self._trace.failed(error)
         await send({"type": "http.response.body", "body": self._answer.error_frame(error), "more_body": True})
 
     async def _send_frames(self, send: Send) -> None:

@@ -7,18 +7,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shared.errors import DiptychError
+
+SERVER_FAULT = 500
+
 
 @dataclass(slots=True)
 class Trace:
     """Filled in along the way. `stages` maps a stage of `shared.wire.Stage` to seconds.
 
     key_name   of the API key that it counts for; None until it was let in
+    reason     of a failure that is not the client's: the error's message
     """
 
     request_id: str
     started_at: float = field(default_factory=time.perf_counter)
     stages: dict[str, float] = field(default_factory=dict)
     outcome: str = "ok"
+    reason: str | None = None
     key_name: str | None = None
     model: str | None = None
     num_images: int = 0
@@ -31,6 +37,10 @@ class Trace:
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_at
+
+    def failed(self, error: DiptychError) -> None:
+        self.outcome = error.code
+        self.reason = error.message if error.status >= SERVER_FAULT else None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -37,13 +37,13 @@ class TextEngineSettings(BaseSettings):
         description="auto: Triton's kernels on a GPU, the compiled ones on a CPU where they are, else plain PyTorch",
     )
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the model; default: $OMP_NUM_THREADS or all"
+        None, ge=1, description="CPU threads of the model, shared by its ranks; default: $OMP_NUM_THREADS or all"
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the shapes that config.json says, to measure speed without files"
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, description="processes, each with its own GPU, that share one model; on a CPU they share the cores"
+        1, ge=1, description="processes, each with its own GPU, that share one model; on a CPU slow, and for tests only"
     )
     enforce_eager: bool = Field(
         False, description="on a GPU no CUDA graphs; on a CPU no compiled kernels: plain PyTorch"
@@ -57,7 +57,7 @@ class TextEngineSettings(BaseSettings):
     )
     max_waiting_requests: int = Field(1024, ge=1, description="queue bound; more are refused with 503")
     kv_cache_memory: str | None = Field(
-        None, description="bytes for the KV cache, on each GPU, e.g. 2GiB; overrides the next"
+        None, description="bytes for the KV cache, on each GPU, e.g. 2GiB; overrides gpu_memory_utilization"
     )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
         "auto", description="number format of the KV cache; a byte a number holds twice the tokens; auto: the model's"

@@ -244,7 +244,9 @@ class Engine:
             if request is None:
                 continue
             if step.sampled.error is not None:
-                outputs += self.fail(request.request.request_id, DiptychError(step.sampled.error))
+                error = _sampling_error(step.sequence, step.sampled.error)
+                log.warning("a request ends with an error", request_id=step.sequence.request_id, reason=error.message)
+                outputs += self.fail(step.sequence.request_id, error)
                 continue
             if request.first_token is None:
                 request.first_token = now
@@ -345,3 +347,11 @@ class Engine:
                 item.sequence.request_id, DiptychError("the engine failed on this request; the log has the details")
             )
         return outputs
+
+
+def _sampling_error(sequence: Sequence, reason: str) -> DiptychError:
+    """Why no token came: the client's grammar, if it asked for one and that is what went wrong, else our numbers."""
+    constraint, token_filter = sequence.sampling.constraint, sequence.token_filter
+    if constraint is not None and token_filter is not None and token_filter.problem == reason:
+        return InvalidRequest(f"{constraint.param}: {reason}; make it simpler", param=constraint.param)
+    return DiptychError(reason)

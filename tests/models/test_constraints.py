@@ -271,8 +271,8 @@ def test_a_grammar_that_grows_too_complex_ends_its_answer_with_an_error_and_nobo
     answers = driver.run()
     error = answers["complex"].error
     assert error is not None
-    assert error.status == 500
-    assert "grammar" in error.message
+    assert (error.status, error.param) == (400, "constraint")
+    assert "make it simpler" in error.message
     assert answers["other"].finish_reason == "length"
     assert answers["other"].token_ids == driver.generate(prompt(1), max_tokens=30).token_ids
 

@@ -43,10 +43,26 @@ def planned(**fields: Any) -> SamplingParams:
 # --- formats and extras -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_asked_for_by_text_by_null_and_by_what_is_empty():
-    for nothing in ({}, {"response_format": {"type": "text"}}, {"guided_choice": []}, {"structured_outputs": {}}):
+def test_nothing_is_asked_for_by_text_and_by_null():
+    for nothing in ({}, {"response_format": {"type": "text"}}, {"guided_choice": None}, {"structured_outputs": None}):
         assert asked(**nothing) is None
-    assert asked(guided_json="", guided_regex="", guided_grammar="", response_format=None) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": ""}, "guided_grammar"),
+        ({"guided_json": ""}, "guided_json"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+    ],
+)
+def test_an_empty_or_misspelt_wish_is_refused_and_not_passed_over(fields: dict[str, Any], named: str):
+    assert refused(**fields).param == named
 
 
 def test_response_formats_become_constraints():

@@ -129,9 +129,9 @@ def load_model(
 
 
 def _set_threads(num_threads: int | None, num_ranks: int) -> None:
-    """Ranks on one CPU share its cores."""
-    default = max(1, int(os.environ.get("OMP_NUM_THREADS") or available_cores()) // num_ranks)
-    torch.set_num_threads(num_threads or default)
+    """The model's threads; ranks on one CPU share them."""
+    of_all_ranks = num_threads or int(os.environ.get("OMP_NUM_THREADS") or available_cores())
+    torch.set_num_threads(max(1, of_all_ranks // num_ranks))
 
 
 def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> DeviceParts:
