@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 import httpx
 import uvicorn
 
+from diptych.machine import free_ports
 from tests.scripted import EngineScript, ScriptedEngine
 
 
@@ -106,7 +106,7 @@ def client(url: str) -> httpx.AsyncClient:
 
 @contextmanager
 def engine(token_delay_s: float) -> Iterator[str]:
-    port = free_port()
+    [port] = free_ports(1)
     process = multiprocessing.get_context("spawn").Process(target=serve_engine, args=(port, token_delay_s), daemon=True)
     process.start()
     try:
@@ -125,7 +125,7 @@ def serve_engine(port: int, token_delay_s: float) -> None:
 @contextmanager
 def gateway(engine_url: str) -> Iterator[tuple[str, int]]:
     """Base URL and process id."""
-    port = free_port()
+    [port] = free_ports(1)
     env = {
         **os.environ,
         "DIPTYCH_GATEWAY_PORT": str(port),
@@ -159,13 +159,6 @@ def cpu_s(pid: int) -> float:
 def rss_mib(pid: int) -> float:
     with open(f"/proc/{pid}/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -29,13 +30,24 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
+# Below every range from which a system takes ports for outgoing connections (Linux 32768 and up, IANA 49152 and up).
+_SERVER_PORTS = range(10_000, 30_000)
+
+
 def free_ports(count: int) -> list[int]:
-    """Distinct free ports on loopback. They are held all at once, so that the system hands out different ones."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Distinct free ports on loopback, for servers that are about to start.
+
+    A port that the system hands out (`bind` to 0) may be an outgoing connection's a moment later, before its server
+    has it. These are drawn from where no outgoing connection gets one, and by chance, so that two programs that ask
+    at the same time get different ones.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+        if len(ports) == count:
+            break
+        if port_is_free("127.0.0.1", port):
+            ports.append(port)
+    return ports
 
 
 def port_owner(port: int) -> str | None:

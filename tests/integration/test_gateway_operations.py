@@ -40,6 +40,7 @@ from tests.gateway_stack import (
     running_stack,
 )
 from tests.picture_server import PictureServer, serving
+from tests.ports import free_port, refusing_port
 from tests.scripted import IMAGE_TOKENS, EncoderScript, EngineScript, ScriptedEncoder, ScriptedEngine, png, serve
 
 # Redis's own client leaves sockets of a dead server to the garbage collector.
@@ -231,7 +232,7 @@ def test_without_a_ready_engine_requests_are_refused_at_once_and_later_served(sm
 
 def test_before_any_engine_was_ever_ready_no_model_is_called_unknown():
     """Case E14: 503 and Retry-After, never 404 or 400."""
-    with running_stack(text_engines=(f"http://127.0.0.1:{free_port()}",)) as stack:
+    with refusing_port() as port, running_stack(text_engines=(f"http://127.0.0.1:{port}",)) as stack:
         answer = stack.chat(model="anything")
         assert_openai_error(answer, 503, "not_ready")
         assert answer.headers["retry-after"]
@@ -270,7 +271,7 @@ def test_turns_of_a_conversation_stay_with_one_engine(stack: Stack):
 
 def test_without_encoders_text_is_answered_and_pictures_are_refused():
     """Case C11."""
-    with running_stack(vision_encoders=(f"http://127.0.0.1:{free_port()}",)) as stack:
+    with refusing_port() as port, running_stack(vision_encoders=(f"http://127.0.0.1:{port}",)) as stack:
         assert stack.chat().status_code == 200
         ready = stack.http.get("/ready")
         assert ready.status_code == 200
@@ -383,7 +384,7 @@ def encodes_at(stack: Stack, encoder: ScriptedEncoder) -> bool:
 
 def test_a_picture_that_redis_knows_asks_no_encoder_and_an_outage_costs_no_answer():
     """Case E1."""
-    first = ValkeyServer()
+    first = ValkeyServer(port=free_port())
     first.start()
     port = first.port
     asyncio.run(store(first.connection_url, image_key(png(80), "f" * 64)))
@@ -670,10 +671,3 @@ def hung_up(stack: Stack, body: dict[str, Any], path: str = "/v1/chat/completion
         yield connection.close
     finally:
         connection.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -20,6 +20,7 @@ from diptych import launch, machine
 from diptych.errors import PortTaken
 from diptych.models import Model
 from diptych.processes import Command, StartFailed, Supervisor
+from tests.ports import free_port
 
 # Writes its pid, is ready when the file is there, and ends on SIGTERM after writing the time.
 SERVICE = """
@@ -204,10 +205,10 @@ def test_no_child_outlives_a_supervisor_killed_with_sigkill(tmp_path: Path) -> N
 
 
 def test_a_taken_port_is_refused_before_anything_starts_and_its_owner_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(PortTaken, match=rf"port {port} on 127\.0\.0\.1 is taken by process {os.getpid()} .*--port"):
-            launch.check_port("127.0.0.1", port)
+    port = free_port()
+    told = rf"port {port} on 127\.0\.0\.1 is taken by process {os.getpid()} .*--port"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(PortTaken, match=told):
+        launch.check_port("127.0.0.1", port)
     launch.check_port("127.0.0.1", port)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from tests.conftest import CheckpointFactory
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
@@ -55,9 +55,7 @@ class Service:
 
 @contextmanager
 def service(folder: Path) -> Iterator[Service]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "diptych", "text-engine", str(folder), f"--port={port}", "--dtype=float32"]
     command += ["--tensor-parallel-size=2", "--kv-cache-memory=16MiB"]
     env = {name: value for name, value in os.environ.items() if name != "REDIS_URL"} | {"OMP_NUM_THREADS": "1"}

@@ -49,6 +49,7 @@ from shared.wire import ImageMetadata
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 from tests.gateway_stack import assert_openai_error, eventually
+from tests.ports import free_port, refusing_port
 from tests.scripted import serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -767,7 +768,7 @@ class ScriptedEmbeddings:
 
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[ValkeyServer]:
-    with ValkeyServer() as server:
+    with ValkeyServer(port=free_port()) as server:
         yield server
 
 
@@ -1004,11 +1005,11 @@ def test_what_an_encoder_sends_is_checked_as_well(
 def test_an_embedding_that_nobody_has_is_said_before_the_first_token(
     llava: Served, encoder: ScriptedEmbeddings, redis: sync_redis.Redis
 ):
-    dead = f"http://127.0.0.1:{free_port()}"
-    for url in (None, dead, encoder.url):
-        events = llava.generate(Picture().messages(url))
-        assert events.kinds == ["started", "error"]
-        assert (events.error["code"], events.error["status"]) == ("embedding_not_found", 404)
+    with refusing_port() as port:
+        for url in (None, f"http://127.0.0.1:{port}", encoder.url):
+            events = llava.generate(Picture().messages(url))
+            assert events.kinds == ["started", "error"]
+            assert (events.error["code"], events.error["status"]) == ("embedding_not_found", 404)
     llava.assert_serves()
 
 
@@ -1175,13 +1176,6 @@ def status(http: httpx.Client, path: str) -> int | None:
         return http.get(path).status_code
     except httpx.TransportError:
         return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_sigterm_lets_running_answers_finish_and_takes_nothing_new(text_folder: Path):

@@ -20,6 +20,7 @@ from shared.row_codec import dequantize_rows
 from shared.torch_io import blob_to_tensor
 from tests.conftest import CheckpointFactory
 from tests.encoders import NUM_TOKENS, png, running, wait_until
+from tests.ports import free_port, refusing_port
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def folder(checkpoint: CheckpointFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[ValkeyServer]:
-    with ValkeyServer() as server:
+    with ValkeyServer(port=free_port()) as server:
         yield server
 
 
@@ -67,17 +68,16 @@ async def test_an_image_whose_leading_replica_died_is_encoded_here_after_its_lea
 
 
 async def test_with_a_dead_redis_images_are_encoded_and_served_from_memory(folder: Path) -> None:
-    with ValkeyServer() as gone:
-        url = gone.connection_url
-    async with running(folder, url) as replica:
-        for seed in range(5):
-            assert (await replica.encoded(png(seed)))["stored"] is False
-            assert (await replica.embedding(png(seed))).shape == (NUM_TOKENS, 64)
-        assert replica.metric("embedding_cache_breaker_open") == 1
+    with refusing_port() as port:
+        async with running(folder, f"redis://127.0.0.1:{port}") as replica:
+            for seed in range(5):
+                assert (await replica.encoded(png(seed)))["stored"] is False
+                assert (await replica.embedding(png(seed))).shape == (NUM_TOKENS, 64)
+            assert replica.metric("embedding_cache_breaker_open") == 1
 
 
 async def test_a_paused_redis_costs_a_timeout_a_few_times_then_nothing_and_comes_back(folder: Path) -> None:
-    with ValkeyServer() as server:
+    with ValkeyServer(port=free_port()) as server:
         pid = server._process.pid
         async with running(folder, server.connection_url, redis_timeout_s=0.2) as replica:
             assert (await replica.encoded(png(0)))["stored"]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from services.vision_encoder.app import create_app
 from services.vision_encoder.config import VisionEncoderSettings
 from tests.conftest import CheckpointFactory
 from tests.encoders import NUM_TOKENS, Replica, png, refusal, running, wait_until
+from tests.ports import free_port
 from tests.scripted import serve
 
 
@@ -128,9 +128,7 @@ run(VisionEncoderSettings(model=sys.argv[1], port=int(sys.argv[2]), num_decode_w
 @asynccontextmanager
 async def process(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
     """The service as it runs in production: a process of its own, under `run`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, str(folder), str(port))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
         try:

