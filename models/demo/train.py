@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--only", choices=STEPS, nargs="*", default=STEPS)
     parser.add_argument("--tower-steps", type=int, default=4000)
     parser.add_argument("--tower-steps-before-projector", type=int, default=3000)
-    parser.add_argument("--text-steps", type=int, default=9000)
+    parser.add_argument("--text-steps", type=int, default=17000)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
