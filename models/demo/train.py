@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for assets, logs and checkpoints")
     parser.add_argument("--out", type=Path, default=HERE / "checkpoint")
     parser.add_argument("--only", choices=STEPS, nargs="*", default=STEPS)
-    parser.add_argument("--tower-steps", type=int, default=4000)
+    parser.add_argument("--tower-steps", type=int, default=5000)
     parser.add_argument("--tower-steps-before-projector", type=int, default=3000)
     parser.add_argument("--text-steps", type=int, default=17000)
     parser.add_argument("--threads", type=int, default=2)
