@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.text_engine.kernels.grouped_weight import quantize
 from services.text_engine.kernels.quant_layout import (
     Int4Weight,
+    Int8Weight,
     QuantizedWeight,
-    from_awq,
-    from_gptq,
+    from_grouped,
     pack_int4,
     quantize_int8,
 )
@@ -23,6 +24,7 @@ from services.text_engine.kernels.quant_matmul import (
     quant_matmul,
 )
 from services.text_engine.kernels.reference import dequantize
+from services.text_engine.models.quantization import awq, gptq
 
 CPU = torch.device("cpu")
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -149,7 +151,9 @@ def test_awq_checkpoints_keep_their_weights(group_size):
     def pack(values: torch.Tensor) -> torch.Tensor:
         return packed_words(values.view(values.shape[0], -1, 8)[..., order])
 
-    weight = from_awq(pack(quants), pack(zeros), scales, group_size)
+    stored = {"qweight": pack(quants), "qzeros": pack(zeros), "scales": scales}
+    weight = from_grouped(awq.unpack(stored, (48, 256), group_size=group_size))
+    assert isinstance(weight, Int4Weight)
     groups = torch.arange(256) // group_size
     assert torch.equal(dequantize(weight), plain_dequantize(quants, zeros, scales, groups))
 
@@ -163,10 +167,33 @@ def test_gptq_checkpoints_keep_their_weights(act_order, less_one):
         groups = groups[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
     qweight = packed_words(quants.view(-1, 8, 48).transpose(1, 2))
     qzeros = packed_words(zeros.view(zeros.shape[0], -1, 8))
-    weight = from_gptq(qweight, qzeros, scales, 64, groups.to(torch.int32), zeros_are_less_one=less_one)
+    stored = {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": groups.to(torch.int32)}
+    weight = from_grouped(gptq.unpack(stored, (48, 256), bits=4, group_size=64, zero_offset=int(less_one)))
+    assert isinstance(weight, Int4Weight)
     assert torch.equal(dequantize(weight), plain_dequantize(quants, zeros + less_one, scales, groups))
     assert (weight.input_order is not None) == act_order
     assert_multiplies(weight, 3, torch.bfloat16, seed=0, has_bias=False)
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "kept_as"),
+    [
+        (4, "symmetric", Int4Weight),
+        (4, "zero is a step", Int4Weight),
+        (4, "any", Int8Weight),
+        (8, "symmetric", Int8Weight),
+    ],
+)
+def test_a_quantized_matrix_is_kept_in_the_smallest_layout_that_can_say_it(bits, kind, kept_as):
+    plain = torch.randn(40, 192, generator=torch.Generator().manual_seed(0))
+    size = None if bits == 8 else 32
+    grouped = quantize(
+        plain, bits=bits, group_size=size, symmetric=kind == "symmetric", whole_zeros=kind == "zero is a step"
+    )
+    weight = from_grouped(grouped)
+    assert isinstance(weight, kept_as)
+    rounding = 0.02 if kind == "any" else 2e-3  # int8 anew; fp16 scales
+    torch.testing.assert_close(dequantize(weight), grouped.dequantize(), rtol=rounding, atol=rounding)
 
 
 def test_int8_is_within_half_a_step_and_keeps_rows_of_zeros():

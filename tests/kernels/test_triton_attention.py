@@ -95,6 +95,18 @@ def test_decode_rows_and_prompts_share_a_batch(dtype, head_dim):
     assert_all_close(run(sequences, [[(0, 34), (0, 16), (0, 0)], [(34, 35), (16, 17), (0, 40)]]), sequences)
 
 
+@pytest.mark.parametrize("head_dim", [72, 96, 112])
+def test_heads_of_any_size_read_no_memory_but_their_own_and_give_the_same_bits_again(head_dim):
+    """Case D27: memory behind what was written is NaN."""
+    sequences = Sequences(shape_of(2, 1, head_dim), [17, 5], torch.float16)
+    steps = [[(0, 16), (0, 0)], [(16, 17), (0, 5)]]
+    first = run(sequences, steps)
+    for row, output in enumerate(first):
+        torch.testing.assert_close(output.double(), sequences.expected(row).double(), rtol=0, atol=2e-3)
+    for output, again in zip(first, run(sequences, steps), strict=True):
+        assert torch.equal(output, again)
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     window=st.sampled_from([None, 5, 40]),

@@ -131,7 +131,7 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603 - no shell
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])

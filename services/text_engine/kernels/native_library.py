@@ -42,6 +42,8 @@ class NativeLibrary:
         self.packed_outputs = function("packed_outputs", c_int64, returns=c_int64)
         self.pack_weight = function("pack_weight", c_int32, *[c_void_p] * 2, *[c_int64] * 2, c_int32)
         self.matmul = function("matmul", c_int32, *[c_void_p] * 4, *[c_int64] * 4, c_int32)
+        self.quantized_panel = function("quantized_panel", returns=c_int64)
+        self.quantized_matmul = function("quantized_matmul", *[c_int32] * 2, *[c_void_p] * 7, *[c_int64] * 6, c_int32)
         self.silu_mul = function("silu_mul", c_int32, *[c_void_p] * 2, *[c_int64] * 3, c_int32)
         self.gelu_tanh_mul = function("gelu_tanh_mul", c_int32, *[c_void_p] * 2, *[c_int64] * 3, c_int32)
 

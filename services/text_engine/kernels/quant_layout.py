@@ -1,4 +1,4 @@
-"""Quantized weight matrices in the one layout that `quant_matmul` reads, and the ways into it: AWQ, GPTQ, plain int8.
+"""Quantized weight matrices in the one layout that `quant_matmul` reads, and the ways into it.
 
 Plain torch, any device, once at load. A weight w [out_features, in_features] is cut along its inputs into chunks; a
 chunk of all outputs lies together, so that any tile of outputs is one contiguous piece of memory. Within an int4
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
+from services.text_engine.kernels.grouped_weight import GroupedWeight
+
 INT8_CHUNK = 128
-# Column of an AWQ word's nibble i, within the word's eight columns.
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,47 +110,6 @@ def pack_int4(quants: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, g
     )
 
 
-def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> Int4Weight:
-    """AutoAWQ's GEMM layout.
-
-    qweight  [in_features, out_features / 8] int32
-    qzeros   [num_groups, out_features / 8] int32
-    scales   [num_groups, out_features]
-    """
-    return pack_int4(_unpack_columns(qweight, AWQ_ORDER), scales, _unpack_columns(qzeros, AWQ_ORDER), group_size)
-
-
-def from_gptq(
-    qweight: torch.Tensor,
-    qzeros: torch.Tensor,
-    scales: torch.Tensor,
-    group_size: int,
-    g_idx: torch.Tensor | None = None,
-    *,
-    zeros_are_less_one: bool = True,
-) -> Int4Weight:
-    """AutoGPTQ's layout.
-
-    qweight  [in_features / 8, out_features] int32
-    qzeros   [num_groups, out_features / 8] int32
-    scales   [num_groups, out_features]
-    g_idx    [in_features] int32, the group of each input: with act-order not in runs of group_size
-    zeros_are_less_one   the first version of the format stores each zero point less one ("gptq_v2": as it is)
-    """
-    plain_order = tuple(range(8))
-    quants = _unpack_columns(qweight.t(), plain_order).t()
-    zeros = _unpack_columns(qzeros, plain_order) + (1 if zeros_are_less_one else 0)
-    order = None
-    if g_idx is not None and group_size != -1:
-        in_runs = torch.arange(quants.shape[0], device=g_idx.device) // group_size
-        if not torch.equal(g_idx.long(), in_runs):
-            order = torch.argsort(g_idx.long(), stable=True)
-            if not torch.equal(g_idx.long()[order], in_runs):
-                raise ValueError(f"g_idx does not put {group_size} inputs into each group")
-            quants = quants[order]
-    return replace(pack_int4(quants, scales, zeros, group_size), input_order=order)
-
-
 def pack_int8(quants: torch.Tensor, scales: torch.Tensor) -> Int8Weight:
     """quants [out_features, in_features] int8, scales [out_features]"""
     out_features, in_features = quants.shape
@@ -165,9 +124,18 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     return pack_int8((weight.float() / scales[:, None]).round().to(torch.int8), scales)
 
 
-def _unpack_columns(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """words [rows, columns / 8] int32, nibble i of a word being its column order[i] -> [rows, columns] uint8"""
-    shifts = torch.empty(8, dtype=torch.int32, device=words.device)
-    shifts[list(order)] = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    nibbles = (words[:, :, None] >> shifts) & 15
-    return nibbles.to(torch.uint8).flatten(1)
+def from_grouped(weight: GroupedWeight) -> QuantizedWeight:
+    """Any quantized matrix, scales of int4 rounded to fp16; what this layout cannot say is rounded anew, to int8."""
+    if weight.bits == 8 and weight.minimums is None and weight.scales.shape[1] == 1 and weight.input_order is None:
+        return pack_int8((weight.quants.to(torch.int16) - weight.zero).to(torch.int8), weight.scales[:, 0])
+    zeros = torch.full_like(weight.scales, weight.zero)
+    if weight.minimums is not None:
+        zeros = -weight.minimums / weight.scales
+    are_whole = bool(((zeros - zeros.round()).abs() < 1e-3).all() and (zeros >= 0).all() and (zeros <= 16).all())
+    group_size = weight.group_size if weight.scales.shape[1] > 1 else -1
+    fits = weight.bits == 4 and are_whole and (group_size in (-1, 32) or group_size % 64 == 0)
+    if not fits:
+        return quantize_int8(weight.dequantize())
+    scales = weight.scales.to(torch.float16).t().contiguous()
+    packed = pack_int4(weight.quants.t(), scales, zeros.round().t(), group_size)
+    return replace(packed, input_order=weight.input_order)

@@ -1,0 +1,1 @@
+"""Quantized checkpoints: one module for each family of formats, all read into `GroupedWeight`."""
