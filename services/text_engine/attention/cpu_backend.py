@@ -61,6 +61,8 @@ class AttentionCall(ctypes.Structure):
 class CpuAttention:
     """Satisfies `AttentionBackend` for bf16 and fp32 tensors."""
 
+    kv_block_dim = 0
+
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
         if dtype not in ELEMENT_TYPES:
             raise ValueError(f"CPU attention works in {', '.join(map(str, ELEMENT_TYPES))}, not in {dtype}")

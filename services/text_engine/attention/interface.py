@@ -52,7 +52,12 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
-    """Rotates queries and keys, stores keys and values into the paged cache, attends over the cache."""
+    """Rotates queries and keys, stores keys and values into the paged cache, attends over the cache.
+
+    kv_block_dim   the dimension of a layer's cache that counts blocks
+    """
+
+    kv_block_dim: int
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, shape: AttentionShape) -> torch.Tensor:
         """One layer's cache, in the backend's own layout; its size in bytes is what `num_blocks` blocks cost."""

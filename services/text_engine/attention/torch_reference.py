@@ -11,6 +11,8 @@ from services.text_engine.kernels import reference
 class TorchReferenceAttention:
     """Satisfies `AttentionBackend`. Gathers a sequence's keys and values, then one fp32 softmax over all scores."""
 
+    kv_block_dim = 1
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device

@@ -27,6 +27,8 @@ class TritonAttention:
     kv_cache_format  "auto": the model's dtype; "fp8", "int8": bytes, with a scale for each head of each token
     """
 
+    kv_block_dim = 0
+
     def __init__(
         self,
         dtype: torch.dtype,

@@ -43,6 +43,8 @@ class YarnScaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+# native: `decoder`, for the families that it knows; transformers: its own classes, over our cache
+Implementation = Literal["native", "transformers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,36 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """The layers whose feed-forward is a mixture of experts.
+
+    layers                    per layer: whether it is one
+    num_experts_per_token     that the router chooses for each token
+    intermediate_size         of one expert
+    normalizes                the weights of a token's experts add up to one
+    shared_intermediate_size  of the expert that every token takes; None: there is none
+    """
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    normalizes: bool
+    shared_intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.num_experts_per_token}; the model has {self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One decoder's shape. Field names are Hugging Face's where they say the same thing.
 
     architecture        the checkpoint's class in transformers; for Llava the whole model's, not the text part's
+    implementation      whose code runs the model
     local_rope          of the layers with a sliding window; None: the same as of the others
     sliding_windows     per layer: how many positions a token sees, itself included; None: all before it
     output_norms        what attention and MLP give is normed before it is added
@@ -69,11 +97,13 @@ class ModelConfig:
     attention_scale     multiplies q.k; None: head_dim ** -0.5
     image_token_id      the id that stands for an image position in the prompt; None: the model takes no images
     image_mark_id       what the chat template writes for an image; None: `image_token_id`
+    moe                 of layers that are mixtures of experts; None: no layer is
     eos_token_ids       any of them ends a sequence
     dtype               of the stored weights, "bfloat16" or the like; None: the config does not say
     """
 
     architecture: str = ""
+    implementation: Implementation = "native"
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -96,10 +126,15 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float | None = None
     attention_scale: float | None = None
+    moe: MoeConfig | None = None
     image_token_id: int | None = None
     image_mark_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+
+    def moe_at(self, layer: int) -> MoeConfig | None:
+        """None: the layer has an ordinary MLP."""
+        return self.moe if self.moe is not None and self.moe.layers[layer] else None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -164,6 +199,13 @@ class Fields:
         if not isinstance(value, bool):
             raise self.error(field, "true or false is needed")
         return value
+
+    def layer_numbers(self, field: str) -> frozenset[int]:
+        """A list of whole numbers from 0; absent: none."""
+        value = self._required(field, [])
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise self.error(field, "a list of layers, counted from 0, is needed")
+        return frozenset(value)
 
     def strings(self, field: str) -> tuple[str, ...]:
         """A list of strings; absent: none."""

@@ -1,23 +1,29 @@
-"""The one decoder network of every family: pre-norm, rotary grouped-query attention, gated MLP.
+"""The one decoder network of every family: pre-norm, rotary grouped-query attention, gated MLP or a mixture of them.
 
 Families differ in `ModelConfig` only. Plain objects, no autograd: the caller holds torch.inference_mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional
 
 from services.text_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionShape
 from services.text_engine.kernels.interface import Kernels
-from services.text_engine.models.config import ModelConfig
-from services.text_engine.models.layers import GatheredProduct, Linear, MakeProduct, Product, Ranks, SummedProduct
+from services.text_engine.models.config import ModelConfig, MoeConfig
+from services.text_engine.models.layers import (
+    Adapt,
+    GatheredProduct,
+    MakeProductOfAll,
+    Product,
+    Ranks,
+    ReadMatrix,
+    ReadWeight,
+    SummedProduct,
+)
+from services.text_engine.models.moe import GatedMlp, read_mixture
 from services.text_engine.models.rope import cos_sin_at, cos_sin_table
 from services.text_engine.models.sharding import head_rows_of_a_rank
-
-ReadWeight = Callable[[str], torch.Tensor]
 
 
 def attention_shapes(config: ModelConfig) -> tuple[AttentionShape, ...]:
@@ -34,9 +40,12 @@ class Decoder:
 
     read_weight   our name ("layers.0.self_attn.qkv_proj.weight") -> the tensor on `device`; asked once for each name,
                   layer by layer, so that a lazy reader never holds more than one tensor beside the finished layers
-    make_product  keeps a weight matrix for its products
+    read_matrix   alike, for the matrices that are only multiplied with, which may be quantized
+    make_product  keeps weight matrices for their products
     ranks         those that share the model, each with a Decoder of its own and the config of its part, as `sharding`
                   makes it; None: this one is all of it
+    adapt         name and product of an attention or MLP matrix ("layers.0.self_attn.qkv_proj") -> the product to use
+                  in its place; experts have none. None: they are used as they are
     """
 
     def __init__(
@@ -46,8 +55,10 @@ class Decoder:
         attention: AttentionBackend,
         kernels: Kernels,
         device: torch.device,
-        make_product: MakeProduct = Linear,
+        read_matrix: ReadMatrix,
+        make_product: MakeProductOfAll,
         ranks: Ranks | None = None,
+        adapt: Adapt | None = None,
     ) -> None:
         self.config = config
         self.attention_shapes = attention_shapes(config)
@@ -63,23 +74,35 @@ class Decoder:
         is_first = ranks is None or ranks.index == 0
         self._embed_tokens = read_weight("embed_tokens.weight") if is_first else None
         self._layers = [
-            DecoderLayer(config, read_weight, f"layers.{i}.", shape, attention, kernels, make_product, ranks)
+            DecoderLayer(
+                config,
+                read_weight,
+                read_matrix,
+                f"layers.{i}.",
+                shape,
+                attention,
+                kernels,
+                make_product,
+                ranks,
+                config.moe_at(i),
+                adapt,
+            )
             for i, shape in enumerate(self.attention_shapes)
         ]
         final_norm = read_weight("norm.weight")
         self._norms_after_layers = [layer.input_norm for layer in self._layers[1:]] + [final_norm]
-        self._lm_head = self._make_head(read_weight, make_product)
+        self._lm_head = self._make_head(read_matrix, make_product)
         scale = config.embedding_scale
         # Rounded as transformers rounds it, to the weights' dtype.
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=final_norm.dtype).item()
 
-    def _make_head(self, read_weight: ReadWeight, make_product: MakeProduct) -> Product:
+    def _make_head(self, read_matrix: ReadMatrix, make_product: MakeProductOfAll) -> Product:
         # Tied: the embedding needs plain rows, the head may repack its own copy.
         tied = self._embed_tokens if self.config.tie_word_embeddings else None
         if self._ranks is None:
-            return make_product(read_weight("lm_head.weight") if tied is None else tied, None)
+            return make_product(read_matrix("lm_head.weight") if tied is None else [tied], None)
         num_rows = head_rows_of_a_rank(self.config.vocab_size, self._ranks.size)
-        head = make_product(read_weight("lm_head.weight") if tied is None else tied[:num_rows], None)
+        head = make_product(read_matrix("lm_head.weight") if tied is None else [tied[:num_rows]], None)
         return GatheredProduct(head, self._ranks, num_outputs=self.config.vocab_size, num_outputs_of_a_rank=num_rows)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -133,16 +156,20 @@ class DecoderLayer:
         self,
         config: ModelConfig,
         read_weight: ReadWeight,
+        read_matrix: ReadMatrix,
         prefix: str,
         shape: AttentionShape,
         attention: AttentionBackend,
         kernels: Kernels,
-        make_product: MakeProduct,
+        make_product: MakeProductOfAll,
         ranks: Ranks | None,
+        moe: MoeConfig | None,
+        adapt: Adapt | None,
     ) -> None:
         def linear(name: str, has_bias: bool = False) -> Product:
             bias = read_weight(f"{prefix}{name}.bias") if has_bias else None
-            return make_product(read_weight(f"{prefix}{name}.weight"), bias)
+            product = make_product(read_matrix(f"{prefix}{name}.weight"), bias)
+            return product if adapt is None else adapt(f"{prefix}{name}", product)
 
         def summed(name: str, has_bias: bool) -> Product:
             if ranks is None:
@@ -163,9 +190,14 @@ class DecoderLayer:
         self._o_proj = summed("self_attn.o_proj", config.output_bias)
         self._attention_output_norm = norm("self_attn.output_norm", config.output_norms)
         self.post_attention_norm = read_weight(f"{prefix}post_attention_layernorm.weight")
-        self._gate_up_proj = linear("mlp.gate_up_proj", config.mlp_bias)
-        self._gated_product = kernels.gelu_tanh_mul if config.activation == "gelu_tanh" else kernels.silu_mul
-        self._down_proj = summed("mlp.down_proj", config.mlp_bias)
+        gated_product = kernels.gelu_tanh_mul if config.activation == "gelu_tanh" else kernels.silu_mul
+        self._mlp: Product
+        if moe is None:
+            gate_up = linear("mlp.gate_up_proj", config.mlp_bias)
+            self._mlp = GatedMlp(gate_up, gated_product, summed("mlp.down_proj", config.mlp_bias))
+        else:
+            mixture = read_mixture(moe, f"{prefix}mlp.", read_weight, read_matrix, make_product, gated_product)
+            self._mlp = mixture if ranks is None else SummedProduct(mixture, ranks)
         self._mlp_output_norm = norm("mlp.output_norm", config.output_norms)
 
     def attend(
@@ -187,7 +219,7 @@ class DecoderLayer:
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> alike"""
-        return self._normed(self._down_proj(self._gated_product(self._gate_up_proj(x))), self._mlp_output_norm)
+        return self._normed(self._mlp(x), self._mlp_output_norm)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)

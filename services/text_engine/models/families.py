@@ -11,9 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
-from services.text_engine.models.config import Fields, ModelConfig, RopeConfig, YarnScaling, read_json
+from services.text_engine.models.config import (
+    Fields,
+    Implementation,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    YarnScaling,
+    read_json,
+)
+from services.text_engine.models.quantization.formats import read_format
 from services.text_engine.models.rope import read_layered_rope, read_rope, read_sectioned_rope
+from services.text_engine.models.transformers_config import read_transformers_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class Family:
     read_config  config.json -> ModelConfig, without what generation_config.json adds
     prefixes     start of a tensor's name in the checkpoint -> start of ours; the first that fits wins
     ignored      starts of names that another part of the system loads
-    renamed      a part of a tensor's name -> what it is in ours; at most one fits
+    renamed      parts of a tensor's name -> what they are in ours, one after the other
     """
 
     model_type: str
@@ -37,9 +48,7 @@ class Family:
         if name.startswith(self.ignored) or name.endswith("rotary_emb.inv_freq"):
             return None
         for theirs, ours in self.renamed:
-            if theirs in name:
-                name = name.replace(theirs, ours)
-                break
+            name = name.replace(theirs, ours)
         for theirs, ours in self.prefixes:
             if name.startswith(theirs):
                 return ours + name.removeprefix(theirs)
@@ -76,6 +85,17 @@ QWEN2_5_VL_DEFAULTS = Defaults(
     max_position_embeddings=32768,
     rms_norm_eps=1e-5,
 )
+MIXTRAL_DEFAULTS = dataclasses.replace(MISTRAL_DEFAULTS, rms_norm_eps=1e-5)
+QWEN2_MOE_DEFAULTS = Defaults(
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_layers=24,
+    num_heads=16,
+    num_kv_heads=16,
+    vocab_size=151936,
+    max_position_embeddings=32768,
+)
+QWEN3_MOE_DEFAULTS = dataclasses.replace(QWEN2_MOE_DEFAULTS, intermediate_size=6144, num_heads=32, num_kv_heads=4)
 QWEN3_DEFAULTS = dataclasses.replace(QWEN2_DEFAULTS, head_dim=128)
 GEMMA3_DEFAULTS = Defaults(
     hidden_size=2304,
@@ -111,6 +131,65 @@ def _qwen3(fields: Fields) -> ModelConfig:
     config = _text_config(fields, QWEN3_DEFAULTS)
     windows = _qwen_windows(fields, config.num_layers)
     return dataclasses.replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True, sliding_windows=windows)
+
+
+def _mixtral(fields: Fields) -> ModelConfig:
+    max_positions = fields.integer("max_position_embeddings", MIXTRAL_DEFAULTS.max_position_embeddings)
+    config = _text_config(fields, MIXTRAL_DEFAULTS, read_rope(fields, max_positions, default_theta=1e6))
+    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    moe = MoeConfig(
+        layers=(True,) * config.num_layers,
+        num_experts=_num_experts(fields, 8),
+        num_experts_per_token=fields.integer("num_experts_per_tok", 2),
+        intermediate_size=config.intermediate_size,
+        normalizes=True,
+    )
+    return dataclasses.replace(config, moe=moe, sliding_windows=(window,) * config.num_layers)
+
+
+def _qwen2_moe(fields: Fields) -> ModelConfig:
+    config = _text_config(fields, QWEN2_MOE_DEFAULTS)
+    moe = _qwen_moe(fields, config.num_layers, num_experts=60, num_experts_per_token=4, intermediate_size=1408)
+    shared = fields.integer("shared_expert_intermediate_size", 5632)
+    return dataclasses.replace(
+        config,
+        qkv_bias=fields.boolean("qkv_bias", True),
+        moe=dataclasses.replace(moe, shared_intermediate_size=shared),
+        sliding_windows=_qwen2_moe_windows(fields, config.num_layers),
+    )
+
+
+def _qwen3_moe(fields: Fields) -> ModelConfig:
+    bias = fields.boolean("attention_bias", False)
+    config = _text_config(fields, QWEN3_MOE_DEFAULTS)
+    return dataclasses.replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        moe=_qwen_moe(fields, config.num_layers, num_experts=128, num_experts_per_token=8, intermediate_size=768),
+        sliding_windows=(_qwen_window(fields),) * config.num_layers,
+    )
+
+
+def _qwen_moe(
+    fields: Fields, num_layers: int, *, num_experts: int, num_experts_per_token: int, intermediate_size: int
+) -> MoeConfig:
+    """The numbers are the family's defaults."""
+    step = fields.integer("decoder_sparse_step", 1)
+    ordinary = fields.layer_numbers("mlp_only_layers")
+    return MoeConfig(
+        layers=tuple(layer not in ordinary and (layer + 1) % step == 0 for layer in range(num_layers)),
+        num_experts=_num_experts(fields, num_experts),
+        num_experts_per_token=fields.integer("num_experts_per_tok", num_experts_per_token),
+        intermediate_size=fields.integer("moe_intermediate_size", intermediate_size),
+        normalizes=fields.boolean("norm_topk_prob", False),
+    )
+
+
+def _num_experts(fields: Fields, default: int) -> int:
+    """Both names are in use, and each stands for the other in transformers."""
+    return fields.integer("num_local_experts" if "num_local_experts" in fields else "num_experts", default)
 
 
 def _gemma3(fields: Fields) -> ModelConfig:
@@ -212,6 +291,12 @@ GEMMA_NORMS = (
     (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
     (".post_feedforward_layernorm.", ".mlp.output_norm."),
 )
+MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
+)
 TEXT_FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family("llama", _llama),
@@ -219,6 +304,9 @@ TEXT_FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen2ForCausalLM": Family("qwen2", _qwen2),
         "Qwen3ForCausalLM": Family("qwen3", _qwen3),
         "Gemma3ForCausalLM": Family("gemma3_text", _gemma3, renamed=GEMMA_NORMS),
+        "MixtralForCausalLM": Family("mixtral", _mixtral, renamed=MIXTRAL_NAMES),
+        "Qwen2MoeForCausalLM": Family("qwen2_moe", _qwen2_moe),
+        "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe),
     }
 )
 LLAVA = Family(
@@ -266,15 +354,22 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Read the config files of a checkpoint folder. Raises ConfigError for one that the engine cannot serve."""
+def load_model_config(folder: Path, implementation: Literal["auto"] | Implementation = "native") -> ModelConfig:
+    """Read the config files of a checkpoint folder. Raises ConfigError for one that the engine cannot serve.
+
+    implementation  whose code is to run it; auto: ours where it is one of our families
+    """
     fields = read_json(folder / "config.json")
     architecture = next(iter(fields.strings("architectures")), "")
-    if architecture not in FAMILIES:
-        raise fields.error("architectures", f"supported: {', '.join(FAMILIES)}")
-    if "quantization_config" in fields:
-        raise fields.error("quantization_config", "only checkpoints with plain weights are supported")
-    config = dataclasses.replace(FAMILIES[architecture].read_config(fields), architecture=architecture)
+    supported = ", ".join(FAMILIES)
+    if architecture in FAMILIES and implementation != "transformers":
+        read_format(fields)  # refuses what it does not know
+        config = FAMILIES[architecture].read_config(fields)
+    elif implementation == "native":
+        raise fields.error("architectures", f"supported: {supported}")
+    else:
+        config = read_transformers_config(folder, fields, supported)
+    config = dataclasses.replace(config, architecture=architecture)
     generation_file = folder / "generation_config.json"
     if generation_file.is_file():
         generation_ids = read_json(generation_file).token_ids("eos_token_id")
@@ -323,9 +418,22 @@ def _text_config(fields: Fields, defaults: Defaults, rope: RopeConfig | None = N
 
 def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Only with `use_sliding_window`, and by default only from layer `max_window_layers` on."""
+    first_layer = fields.integer("max_window_layers", 28, minimum=0)
+    return _windows(fields, _qwen_window(fields), num_layers, first_layer)
+
+
+def _qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """By default every second layer below `max_window_layers`, the first one among them."""
+    window = _qwen_window(fields)
+    if "layer_types" in fields:
+        return _windows(fields, window, num_layers, first_layer=0)
+    end = fields.integer("max_window_layers", 28, minimum=0)
+    return tuple(window if layer < end and layer % 2 == 0 else None for layer in range(num_layers))
+
+
+def _qwen_window(fields: Fields) -> int | None:
     used = fields.boolean("use_sliding_window", False) and not fields.is_null("sliding_window")
-    window = fields.integer("sliding_window", 4096) if used else None
-    return _windows(fields, window, num_layers, first_layer=fields.integer("max_window_layers", 28, minimum=0))
+    return fields.integer("sliding_window", 4096) if used else None
 
 
 def _gemma_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from services.text_engine.kernels.grouped_weight import GroupedWeight
 from shared.device import has_bfloat16
 
 # x [num_rows, in_features] -> [num_rows, out_features]
 Product = Callable[[torch.Tensor], torch.Tensor]
 # weight [out_features, in_features], bias [out_features] or None -> their product with any x
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
+MakeQuantizedProduct = Callable[[GroupedWeight, torch.Tensor | None], Product]
+Matrix = torch.Tensor | GroupedWeight
+# matrices whose outputs stand side by side, bias of all of them or None -> their product with any x
+MakeProductOfAll = Callable[[list[Matrix], torch.Tensor | None], Product]
+# our name of a tensor, fused ones included -> the tensor; of a matrix that is only multiplied with -> as it is stored
+ReadWeight = Callable[[str], torch.Tensor]
+ReadMatrix = Callable[[str], list[Matrix]]
+# a matrix's name, its product -> the product to use in its place
+Adapt = Callable[[str, Product], Product]
 
 # oneDNN picks its block layout for about this many rows; from 1 to 256 rows the choice made no measurable difference.
 PACKED_FOR_NUM_ROWS = 32
@@ -42,6 +53,33 @@ class Linear:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y
         return functional.linear(x, self._weight, self._bias)
+
+
+class SideBySide:
+    """Products of the same x, their outputs side by side: a fused matrix whose parts are not stored alike."""
+
+    def __init__(self, products: list[Product]) -> None:
+        self._products = products
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([product(x) for product in self._products], dim=1)
+
+
+def product_maker(make_plain: MakeProduct, make_quantized: MakeQuantizedProduct) -> MakeProductOfAll:
+    """Plain matrices are kept by the one, quantized ones by the other."""
+
+    def make(matrix: Matrix, bias: torch.Tensor | None) -> Product:
+        return make_quantized(matrix, bias) if isinstance(matrix, GroupedWeight) else make_plain(matrix, bias)
+
+    def make_all(matrices: list[Matrix], bias: torch.Tensor | None) -> Product:
+        if len(matrices) == 1:
+            return make(matrices[0], bias)
+        sizes = [m.out_features if isinstance(m, GroupedWeight) else m.shape[0] for m in matrices]
+        ends = list(accumulate(sizes))
+        biases = [None if bias is None else bias[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return SideBySide([make(matrix, part) for matrix, part in zip(matrices, biases, strict=True)])
+
+    return make_all
 
 
 class Ranks(Protocol):

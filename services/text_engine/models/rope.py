@@ -22,14 +22,14 @@ DEFAULT_THETA = 10_000.0
 DEFAULT_GLOBAL_THETA = 1_000_000.0  # of Gemma's layers without a window, and of Qwen2.5-VL
 
 
-def read_rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
+def read_rope(fields: Fields, max_position_embeddings: int, default_theta: float = DEFAULT_THETA) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before); raises ConfigError."""
     place = "rope_scaling" if "rope_scaling" in fields else "rope_parameters"
     rope = fields.nested(place)
     for layer_type in ("full_attention", "sliding_attention"):
         if layer_type in rope:
             raise rope.error(layer_type, "only one set of rope parameters for all layers is supported")
-    theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA))
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     for holder in (fields, rope):
         if holder.number("partial_rotary_factor", 1.0) != 1.0:
             raise holder.error("partial_rotary_factor", "only 1.0 is supported: all of a head is rotated")
@@ -110,7 +110,7 @@ def _yarn_attention_factor(rope: Fields) -> float:
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
     """[max_positions, head_dim] fp32: cosines of the head_dim / 2 frequencies at each position, then their sines."""
-    frequencies = _inverse_frequencies(rope, head_dim)
+    frequencies = inverse_frequencies(rope, head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     if isinstance(rope.scaling, YarnScaling):
@@ -130,7 +130,7 @@ def cos_sin_at(table: torch.Tensor, positions: torch.Tensor, sections: tuple[int
     return torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """[head_dim / 2] fp32, radians per position."""
     wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     match rope.scaling:

@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
-from services.text_engine.models.config import ConfigError, ModelConfig
+from services.text_engine.models.config import ConfigError, ModelConfig, MoeConfig
 
 SPLIT_BY_ROWS: Final = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 SPLIT_BY_COLUMNS: Final = ("o_proj", "down_proj")
@@ -29,7 +29,11 @@ class Shard:
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """The decoder that this rank runs: fewer heads and features. Raises ConfigError if they do not divide."""
-        for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+        counts = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+        if config.moe is not None:
+            counts["moe_intermediate_size"] = config.moe.intermediate_size
+            counts["shared_expert_intermediate_size"] = config.moe.shared_intermediate_size or 0
+        for name, count in counts.items():
             if count % self.size:
                 raise ConfigError(f"tensor_parallel_size is {self.size}; it must divide the model's {name} = {count}")
         num_kv_heads = config.num_kv_heads
@@ -43,6 +47,16 @@ class Shard:
             num_heads=config.num_heads // self.size,
             num_kv_heads=max(1, num_kv_heads // self.size),
             intermediate_size=config.intermediate_size // self.size,
+            moe=None if config.moe is None else self._moe(config.moe),
+        )
+
+    def _moe(self, moe: MoeConfig) -> MoeConfig:
+        """Every rank has a part of every expert, so that all ranks have work whatever the router chooses."""
+        shared = moe.shared_intermediate_size
+        return dataclasses.replace(
+            moe,
+            intermediate_size=moe.intermediate_size // self.size,
+            shared_intermediate_size=None if shared is None else shared // self.size,
         )
 
     def part(self, name: str, config: ModelConfig) -> tuple[slice, ...] | None:
@@ -52,10 +66,10 @@ class Shard:
         if name == "lm_head.weight":
             return (self.head_rows(config.vocab_size),)
         if matrix in SPLIT_BY_ROWS:
-            return (self._rows(matrix, config),)
+            return (self._rows(owner, config),)
         if matrix in SPLIT_BY_COLUMNS and kind == "weight":
             is_output = matrix == "o_proj"
-            columns = config.num_heads * config.head_dim if is_output else config.intermediate_size
+            columns = config.num_heads * config.head_dim if is_output else _num_features(owner, config)
             return (slice(None), self._even(columns))
         return None
 
@@ -64,18 +78,28 @@ class Shard:
         each = head_rows_of_a_rank(vocab_size, self.size)
         return slice(min(self.index * each, vocab_size), min((self.index + 1) * each, vocab_size))
 
-    def _rows(self, matrix: str, config: ModelConfig) -> slice:
+    def _rows(self, owner: str, config: ModelConfig) -> slice:
+        matrix = owner.rpartition(".")[2]
         if matrix == "q_proj":
             return self._even(config.num_heads * config.head_dim)
         if matrix in ("k_proj", "v_proj"):
             num_held = max(1, config.num_kv_heads // self.size)
             first = self.index * config.num_kv_heads // self.size
             return slice(first * config.head_dim, (first + num_held) * config.head_dim)
-        return self._even(config.intermediate_size)
+        return self._even(_num_features(owner, config))
 
     def _even(self, count: int) -> slice:
         each = count // self.size
         return slice(self.index * each, (self.index + 1) * each)
+
+
+def _num_features(owner: str, config: ModelConfig) -> int:
+    """Of the whole MLP that a matrix belongs to: "layers.0.mlp.up_proj", "layers.0.mlp.experts.3.up_proj"."""
+    if config.moe is not None and ".shared_expert." in owner:
+        return config.moe.shared_intermediate_size or 0
+    if config.moe is not None and ".experts." in owner:
+        return config.moe.intermediate_size
+    return config.intermediate_size
 
 
 def head_rows_of_a_rank(vocab_size: int, size: int) -> int:

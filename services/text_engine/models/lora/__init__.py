@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): several on one model, each for the rows of its own requests."""
