@@ -24,6 +24,7 @@ from services.text_engine.engine import (
 from shared.errors import DiptychError
 from shared.sampling import SamplingParams
 from shared.wire import ImageRef
+from tests.engine_invariants import check_engine
 
 
 @dataclass
@@ -56,6 +57,7 @@ class EngineDriver:
             "attention_backend": "reference",
             "kv_cache_memory": "64MiB",
             "num_threads": 1,
+            "speculative": "off",  # which drafts pay is measured, and differs from run to run: tests say which
         }
         self.wanted: list[ImageRef] = []
         built = build_engine(TextEngineSettings(**(options | settings)), self.wanted.append)
@@ -86,6 +88,8 @@ class EngineDriver:
     ) -> None:
         priority = sampling.pop("priority", 0)
         salt = sampling.pop("cache_salt", "")
+        adapter = sampling.pop("adapter", None)
+        reasoning = sampling.pop("reasoning", None)
         sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | sampling
         if image_refs is None:
             image_refs = tuple(
@@ -102,8 +106,10 @@ class EngineDriver:
                 sampling=SamplingParams(**sampling),
                 images=tuple(images),
                 image_refs=image_refs,
+                reasoning=reasoning,
                 priority=priority,
                 cache_salt=salt,
+                adapter=adapter,
             )
         )
 
@@ -136,16 +142,7 @@ class EngineDriver:
         return self.run()[request_id]
 
     def check_invariants(self) -> None:
-        scheduler = self.engine.scheduler
-        pool = scheduler.blocks.pool
-        assert pool.num_free + pool.num_referenced + pool.num_cached == pool.num_blocks
-        held = {block for sequence in scheduler.running for block in sequence.block_table}
-        assert len(held) == pool.num_referenced
-        for sequence in scheduler.running:
-            assert len(sequence.block_table) * scheduler.blocks.block_size >= sequence.num_computed_tokens
-        if not scheduler.has_work:
-            assert pool.num_referenced == 0
-            assert self.engine.num_requests == 0
+        check_engine(self.engine)
 
     def _take(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

@@ -25,14 +25,21 @@ from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
 from shared.request_id import RequestIds
 from shared.server import serve
+from shared.service_token import RequireServiceToken
+from shared.state import EngineState
+from shared.tracing import tracing
 from shared.wire import (
     NDJSON,
     AbortRequest,
+    CacheState,
     GenerateEvent,
     GenerateRequest,
+    LoadAdapterRequest,
     ModelInfo,
+    SleepRequest,
     TokenizeRequest,
     TokenizeResponse,
+    UnloadAdapterRequest,
 )
 
 log = get_logger(__name__)
@@ -41,6 +48,8 @@ log = get_logger(__name__)
 def create_app(settings: TextEngineSettings) -> FastAPI:
     """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
 
+    tracer = tracing("text-engine")
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service = app.state.service = TextEngineService(settings, on_death=partial(_give_up, app))
@@ -48,9 +57,15 @@ def create_app(settings: TextEngineSettings) -> FastAPI:
         yield
         loading.cancel()
         await service.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
     app = FastAPI(title="Diptych text engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    if settings.service_token:
+        app.add_middleware(RequireServiceToken, tokens=settings.service_token)
     app.add_middleware(RequestIds)
+    if tracer is not None:
+        app.add_middleware(tracer.middleware)
     install_error_handlers(app)
     _add_routes(app)
     return app
@@ -167,6 +182,38 @@ def _add_routes(app: FastAPI) -> None:
     @app.get("/v1/model")
     async def model(service: Service) -> ModelInfo:
         return service.info
+
+    @app.get("/v1/state", response_model=EngineState)
+    async def state(service: Service) -> Response:
+        return Response((await service.state()).model_dump_json(), media_type="application/json")
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterRequest, service: Service) -> ModelInfo:
+        await service.adapter_control.load(body)
+        return service.info
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterRequest, service: Service) -> ModelInfo:
+        await service.adapter_control.unload(body.lora_name)
+        return service.info
+
+    @app.get("/v1/cache")
+    async def cache(service: Service) -> CacheState:
+        return await service.cache_control.numbers()
+
+    @app.post("/v1/cache/reset")
+    async def reset_cache(service: Service) -> CacheState:
+        await service.cache_control.reset()
+        return await service.cache_control.numbers()
+
+    @app.post("/v1/sleep")
+    async def sleep(service: Service, body: SleepRequest = SleepRequest()) -> CacheState:  # noqa: B008 - frozen
+        return await service.sleep(body)
+
+    @app.post("/v1/wake")
+    async def wake(service: Service) -> CacheState:
+        await service.cache_control.wake()
+        return await service.cache_control.numbers()
 
     @app.get("/health")
     async def health(service: Service) -> Response:

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.text_engine.adapters import Adapters
 from services.text_engine.chat_template import ChatTemplate
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.block_pool import BlockPool
+from services.text_engine.core.host_blocks import HostBlocks
 from services.text_engine.core.scheduler import Scheduler
+from services.text_engine.core.speculation import PromptLookupDrafter
 from services.text_engine.embedding_store import EmbeddingStore
 from services.text_engine.engine import Engine, EngineRequest, RequestFailed
 from services.text_engine.models.config import ModelConfig
@@ -26,11 +29,14 @@ from services.text_engine.runner.device_sampling import MAX_VOCAB_SIZE
 from services.text_engine.runner.grammar import GrammarCompiler
 from services.text_engine.runner.kv_cache import BLOCK_SIZE
 from services.text_engine.runner.loading import LoadedModel, load_model, rank_device
+from services.text_engine.runner.logits_processors import Vocabulary, load_logits_processors
 from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.sampler import Sampler
+from services.text_engine.runner.step_costs import measure_step_costs
 from services.text_engine.runner.tensor_parallel import Workers
 from services.text_engine.tokenizer import Tokenizer
 from shared.log import get_logger
+from shared.reasoning import REASONING_MARKS, ReasoningFormat
 from shared.resources import available_cores
 from shared.sampling import SamplingParams
 from shared.torch_io import dtype_name
@@ -44,11 +50,16 @@ HANGING_AFTER_STEP_TIMEOUTS = 2
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine that can run, and what its API needs to know of the model."""
+    """An engine that can run, and what its API needs to know of the model.
+
+    info             without adapters, which come and go
+    adapted_config   the model's, for who reads further adapters for it; None: it has none
+    """
 
     engine: Engine
     prompts: PromptBuilder
     info: ModelInfo
+    adapted_config: ModelConfig | None = None
 
 
 def build_engine(
@@ -65,7 +76,7 @@ def build_engine(
     if settings.tensor_parallel_size == 1:
         return _build(settings, on_wanted, None)
     # What is wrong with settings or checkpoint is said before any process is started.
-    Shard(0, settings.tensor_parallel_size).config(load_model_config(settings.model))
+    Shard(0, settings.tensor_parallel_size).config(load_model_config(settings.model, settings.model_implementation))
     rank_device(settings, 0)
     workers = Workers(settings, on_failure)
     try:
@@ -78,12 +89,17 @@ def build_engine(
 def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], workers: Workers | None) -> BuiltEngine:
     started = time.monotonic()
     device = rank_device(settings, 0)
-    config = load_model_config(settings.model)
+    config = load_model_config(settings.model, settings.model_implementation)
     model = load_model(settings, config, device, None if workers is None else workers.join(device))
     plan = model.plan
     name = settings.served_model_name or settings.model.name
 
     tokenizer = Tokenizer.load(settings.model)
+    template = _template(settings.model, tokenizer)
+    reasoning_format = _reasoning_format(settings, template)
+    reasoning = None if reasoning_format is None else REASONING_MARKS[reasoning_format]
+    if reasoning is not None:
+        tokenizer = tokenizer.showing(reasoning.opening, reasoning.closing)
     embeddings = EmbeddingStore(on_wanted)
     eos_token_ids = frozenset(config.eos_token_ids)
     vocab_size = min(tokenizer.vocab_size, config.vocab_size)
@@ -94,12 +110,19 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
         model.forward_pass,
         sampler,
         embeddings,
+        model.allocate_kv_caches,
         block_size=BLOCK_SIZE,
         has_grid_positions=config.rope.sections is not None,
         merge_rows=model.parts.merge_rows,
         workers=workers,
+        host_tier=model.host_tier,
     )
-    blocks = BlockManager(BlockPool(plan.num_blocks), BLOCK_SIZE, enable_prefix_caching=settings.enable_prefix_caching)
+    blocks = BlockManager(
+        BlockPool(plan.num_blocks),
+        BLOCK_SIZE,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        host=None if model.host_tier is None else HostBlocks(model.host_tier.num_slots),
+    )
     scheduler = Scheduler(
         blocks,
         embeddings,
@@ -113,6 +136,7 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
         num_workers=max(1, available_cores() // 2),
+        reasoning=reasoning,
     )
     engine = Engine(
         scheduler,
@@ -120,18 +144,40 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
         tokenizer,
         embeddings,
         grammars,
+        load_logits_processors(
+            settings.logits_processors,
+            Vocabulary(vocab_size, eos_token_ids, tokenizer.encode_literal, tokenizer.decode),
+        ),
         vocab_size=vocab_size,
         max_model_len=plan.max_model_len,
         max_waiting_requests=settings.max_waiting_requests,
+        max_queue_wait_s=settings.max_queue_wait_s,
+        adapters=_adapters(name, settings, model),
     )
+    log.info("warming up: a short answer, so that no request waits for what only the first one needs")
     for temperature in (0.0, 0.7) if device.type == "cuda" else (0.0,):  # a draw has kernels of its own there
         _warm_up(engine, temperature)
+    if settings.speculative == "ngram":
+        scheduler.drafter = _prompt_lookup(settings, runner, frozenset(banned))
     if workers is not None:
         workers.expect_steps_within(HANGING_AFTER_STEP_TIMEOUTS * settings.step_timeout_s)
     log.info("engine ready", model=name, seconds=round(time.monotonic() - started, 1))
-    prompts = _prompts(settings.model, tokenizer, config)
+    prompts = PromptBuilder(tokenizer, template, config.image_token_id, config.image_mark_id, reasoning)
     tool_format = prompts.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
-    return BuiltEngine(engine, prompts, _info(name, config, model, vocab_size, tool_format))
+    info = _info(name, config, model, vocab_size, tool_format, reasoning_format)
+    return BuiltEngine(engine, prompts, info, None if model.adapted is None else model.adapted.config)
+
+
+def _adapters(name: str, settings: TextEngineSettings, model: LoadedModel) -> Adapters:
+    if model.adapted is None:
+        return Adapters(name)
+    return Adapters(name, model.adapted.adapters, max_loras=settings.max_loras, first=model.adapted.first)
+
+
+def _prompt_lookup(settings: TextEngineSettings, runner: ModelRunner, banned: frozenset[int]) -> PromptLookupDrafter:
+    costs = measure_step_costs(runner, block_size=BLOCK_SIZE, max_num_tokens=settings.max_num_batched_tokens)
+    log.info("steps measured, by their tokens", costs=str(costs))
+    return PromptLookupDrafter(costs, num_speculative_tokens=settings.num_speculative_tokens, never_sampled=banned)
 
 
 def _warm_up(engine: Engine, temperature: float) -> None:
@@ -148,17 +194,32 @@ def _warm_up(engine: Engine, temperature: float) -> None:
             raise RuntimeError(f"the model does not run: {failed[0].error.message}")
 
 
-def _prompts(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> PromptBuilder:
+def _template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
     template = ChatTemplate.load(
         folder, model_type=model_type, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
     )
     if template is None:
         log.warning("the checkpoint has no chat template: only /v1/completions will work", folder=str(folder))
-    return PromptBuilder(tokenizer, template, config.image_token_id, config.image_mark_id)
+    return template
 
 
-def _info(name: str, config: ModelConfig, model: LoadedModel, vocab_size: int, tool_format: ToolFormat) -> ModelInfo:
+def _reasoning_format(settings: TextEngineSettings, template: ChatTemplate | None) -> ReasoningFormat | None:
+    if settings.reasoning_parser == "none":
+        return None
+    if settings.reasoning_parser == "auto":
+        return None if template is None else template.reasoning_format
+    return settings.reasoning_parser
+
+
+def _info(
+    name: str,
+    config: ModelConfig,
+    model: LoadedModel,
+    vocab_size: int,
+    tool_format: ToolFormat,
+    reasoning_format: ReasoningFormat | None,
+) -> ModelInfo:
     return ModelInfo(
         id=name,
         max_model_len=model.plan.max_model_len,
@@ -168,6 +229,8 @@ def _info(name: str, config: ModelConfig, model: LoadedModel, vocab_size: int, t
         num_kv_blocks=model.plan.num_blocks,
         block_size=BLOCK_SIZE,
         supports_images=config.image_token_id is not None,
+        implementation=config.implementation,
         tool_format=tool_format,
+        reasoning_format=reasoning_format,
         created=int(time.time()),
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -14,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest
 from shared.log import get_logger
+from shared.reasoning import REASONING_MARKS, ReasoningFormat
 from shared.wire import ToolFormat
 
 log = get_logger(__name__)
@@ -27,6 +30,8 @@ VICUNA = (
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 BUILT_IN_TEMPLATES = {"llava": VICUNA}
+# What a template's own code raises where the client's variables or messages have other types than it counts on.
+_OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _PROBE = "probe-of-the-template"
 _PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 
@@ -44,6 +49,7 @@ class ChatTemplate:
         hello = "hello" if self.takes_string else [text_part("hello")]
         self.takes_tools = _PROBE in self._probe(hello, [_PROBE_TOOL])
         self.tool_format = _tool_format(source)
+        self.reasoning_format = _reasoning_format(source)
 
     @classmethod
     def load(
@@ -56,11 +62,23 @@ class ChatTemplate:
             source = BUILT_IN_TEMPLATES[model_type]
         return None if source is None else cls(source, bos_token=bos_token, eos_token=eos_token)
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        """Raises InvalidRequest with the template's own words if it refuses the conversation."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """kwargs: further variables. Raises InvalidRequest with the template's own words if it refuses the
+        conversation, or naming a variable that is not the client's to set."""
+        variables = {"messages": messages, "tools": tools, "add_generation_prompt": True, **self._variables}
+        if taken := sorted(kwargs.keys() & variables.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs cannot set {taken[0]}: other fields of the request do",
+                param="chat_template_kwargs",
+            )
         try:
-            return self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._variables)
-        except jinja2.TemplateError as error:
+            return self._template.render(**variables, **kwargs)
+        except (jinja2.TemplateError, *_OF_VALUES) as error:
             raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
 
     def _shows_content(self, content: str | list[dict[str, Any]]) -> bool:
@@ -88,6 +106,11 @@ def _tool_format(source: str) -> ToolFormat:
     if "<tool_call>" not in source and ("<|python_tag|>" in source or '"parameters":' in source):
         return "llama3_json"
     return "hermes"
+
+
+def _reasoning_format(source: str) -> ReasoningFormat | None:
+    """How the model marks its reasoning: a template that handles reasoning at all handles the mark at its end."""
+    return next((form for form, marks in REASONING_MARKS.items() if marks.closing in source), None)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

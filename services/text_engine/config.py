@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.log import LogFormat
-from shared.settings import RedisUrl
+from shared.reasoning import ReasoningFormat
+from shared.service_token import ServiceTokens
+from shared.settings import Names, RedisUrl, Size
 from shared.wire import ToolFormat
+
+
+def _are_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
+    wrong = next((module for module in modules if not all(module.partition("="))), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r} is no NAME=FOLDER")
+    return modules
+
+
+LoraModules = Annotated[Names, AfterValidator(_are_modules)]
 
 
 class TextEngineSettings(BaseSettings):
     """Environment variables are these names in capitals with the prefix DIPTYCH_ENGINE_, e.g. DIPTYCH_ENGINE_PORT."""
 
-    model_config = SettingsConfigDict(env_prefix="DIPTYCH_ENGINE_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="DIPTYCH_ENGINE_", extra="ignore", frozen=True, populate_by_name=True)
 
     model: Path = Field(description="checkpoint folder in Hugging Face format")
     served_model_name: str | None = Field(None, description="model id in answers; default: the folder's name")
@@ -25,6 +37,14 @@ class TextEngineSettings(BaseSettings):
 
     tool_call_parser: Literal["auto"] | ToolFormat = Field(
         "auto", description="how the model writes calls of tools; auto: as its chat template shows"
+    )
+
+    reasoning_parser: Literal["auto", "none"] | ReasoningFormat = Field(
+        "auto", description="how the model marks its reasoning; auto: as its chat template shows"
+    )
+
+    logits_processors: Names = Field(
+        (), description="classes, as module:Class or entry points' names, whose changes of logits requests may ask for"
     )
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
@@ -39,11 +59,18 @@ class TextEngineSettings(BaseSettings):
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the model, shared by its ranks; default: $OMP_NUM_THREADS or all"
     )
+    model_implementation: Literal["auto", "native", "transformers"] = Field(
+        "auto",
+        description="whose code runs the model; transformers: its own, over our cache, slower; auto: native if it can",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the shapes that config.json says, to measure speed without files"
     )
     tensor_parallel_size: int = Field(
         1, ge=1, description="processes, each with its own GPU, that share one model; on a CPU slow, and for tests only"
+    )
+    batch_invariant: bool = Field(
+        False, description="an answer is the same bit for bit in any batch; on CPUs with the compiled kernels only"
     )
     enforce_eager: bool = Field(
         False, description="on a GPU no CUDA graphs; on a CPU no compiled kernels: plain PyTorch"
@@ -56,8 +83,17 @@ class TextEngineSettings(BaseSettings):
         192, ge=1, description="those of them for prompts while answers are being written; as many: no such limit"
     )
     max_waiting_requests: int = Field(1024, ge=1, description="queue bound; more are refused with 503")
-    kv_cache_memory: str | None = Field(
+    max_queue_wait_s: float | None = Field(
+        None, gt=0, description="under lasting overload, whoever would wait longer to begin gets a 503; default: waits"
+    )
+    kv_cache_memory: Size | None = Field(
         None, description="bytes for the KV cache, on each GPU, e.g. 2GiB; overrides gpu_memory_utilization"
+    )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None, description="store weights in so many bits, from plain ones as they are loaded; default: as they are"
+    )
+    host_cache_memory: Size | None = Field(
+        None, description="host memory for blocks that a GPU's cache has no room for, e.g. 16GiB; none: no copies"
     )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
         "auto", description="number format of the KV cache; a byte a number holds twice the tokens; auto: the model's"
@@ -65,8 +101,21 @@ class TextEngineSettings(BaseSettings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory for weights and KV cache; on a CPU see kv_cache_memory"
     )
+    lora_modules: LoraModules = Field(
+        (), description="LoRA adapters in PEFT's format as NAME=FOLDER; each is a model that requests may name"
+    )
+    lora_folder: Path | None = Field(
+        None, description="adapters below it may be loaded and unloaded while serving; default: none may"
+    )
+    max_loras: int = Field(8, ge=1, description="adapters loaded at a time; a batch may have requests of all of them")
+    max_lora_rank: int = Field(64, ge=1, description="largest rank of an adapter")
     enable_prefix_caching: bool = Field(True, description="keep computed blocks of prompts for later ones")
+    speculative: Literal["ngram", "off"] = Field(
+        "ngram", description="ngram: guess tokens that repeat earlier text, where that pays; answers stay the same"
+    )
+    num_speculative_tokens: int = Field(8, ge=1, le=15, description="tokens guessed at once for one answer, at most")
 
+    service_token: ServiceTokens = ()
     redis_url: RedisUrl = None
     redis_timeout_s: float = Field(0.3, gt=0, description="the most that one cache operation may add to a request")
     embedding_timeout_s: float = Field(60.0, gt=0, description="longest wait for one image's embedding")

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import torch
 
+from services.text_engine.request_timeline import Source
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import (
     DiptychError,
@@ -16,7 +17,7 @@ from shared.errors import (
     error_from_body,
 )
 from shared.log import get_logger
-from shared.row_codec import dequantize_rows
+from shared.row_codec import SCALE_BYTES, dequantize_rows
 from shared.tensor_blob import BlobError
 from shared.torch_io import blob_to_tensor
 from shared.wire import DEADLINE_HEADER, ImageRef
@@ -37,12 +38,12 @@ class EmbeddingFetcher:
         self._hidden_size = hidden_size
         self._timeout_s = timeout_s
 
-    async def fetch(self, ref: ImageRef) -> torch.Tensor:
-        """[num_tokens, hidden_size], finite. Raises a DiptychError that says who could not deliver."""
+    async def fetch(self, ref: ImageRef) -> tuple[torch.Tensor, Source]:
+        """[num_tokens, hidden_size], finite, and who had them. Raises a DiptychError saying who could not deliver."""
         [blob] = await self._cache.get([ref.image_key])
         if blob is not None:
             try:
-                return self._checked(blob, ref)
+                return self._checked(blob, ref), "redis"
             except (BlobError, EncodeFailed) as error:
                 log.warning("dropping a damaged cache entry", image_key=ref.image_key[:12], reason=str(error))
                 await self._cache.discard(ref.image_key)  # or encoders, which check less of it, would pass it on
@@ -50,7 +51,7 @@ class EmbeddingFetcher:
             raise EmbeddingNotFound(f"the embedding of image {ref.image_key[:12]} has left the cache")
         blob = await self._pull(ref, ref.encoder_url)
         try:
-            return self._checked(blob, ref)
+            return self._checked(blob, ref), "vision_encoder"
         except BlobError as error:
             raise UpstreamFailed(f"the vision encoder sent a damaged embedding: {error}") from error
 
@@ -71,13 +72,14 @@ class EmbeddingFetcher:
 
     def _checked(self, blob: bytes, ref: ImageRef) -> torch.Tensor:
         tensor = blob_to_tensor(blob)
-        if tensor.dtype == torch.int8:
-            tensor = dequantize_rows(tensor)
-        if tuple(tensor.shape) != (ref.num_tokens, self._hidden_size):
+        is_quantized = tensor.dtype == torch.int8
+        stored_width = self._hidden_size + (SCALE_BYTES if is_quantized else 0)
+        if tuple(tensor.shape) != (ref.num_tokens, stored_width):
             raise EncodeFailed(
-                f"the embedding has shape {tuple(tensor.shape)}; {ref.num_tokens} rows of {self._hidden_size} were "
-                "announced"
+                f"the embedding has shape {tuple(tensor.shape)}; {ref.num_tokens} rows of {stored_width} were announced"
             )
+        if is_quantized:
+            tensor = dequantize_rows(tensor)
         if not bool(torch.isfinite(tensor).all()):
             raise EncodeFailed("the embedding holds values that are not finite")
         return tensor

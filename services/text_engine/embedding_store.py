@@ -39,6 +39,13 @@ class EmbeddingStore:
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._idle_bytes = 0
+        self.num_queries = 0  # images that requests came with
+        self.num_hits = 0  # those of them that were here
+
+    @property
+    def num_idle_bytes(self) -> int:
+        """Of embeddings kept although no request needs them now."""
+        return self._idle_bytes
 
     def register(self, request_id: str, refs: tuple[ImageRef, ...]) -> None:
         """Announce the images of a request before its sequences are scheduled."""
@@ -49,6 +56,8 @@ class EmbeddingStore:
             elif ref.encoder_url is not None:
                 entry.ref = ref  # the newest word on who can serve it
             entry.needed_by.add(request_id)
+            self.num_queries += 1
+            self.num_hits += entry.tensor is not None
 
     def release(self, request_id: str, image_keys: Iterable[str]) -> None:
         """The request has ended."""
@@ -94,6 +103,11 @@ class EmbeddingStore:
         if entry.is_requested:
             self._on_wanted(entry.ref)
         return entry.is_requested
+
+    def drop_idle(self) -> None:
+        """Forget the embeddings that no request needs now."""
+        self._idle.clear()
+        self._idle_bytes = 0
 
     def _take_idle(self, key: str) -> torch.Tensor | None:
         tensor = self._idle.pop(key, None)

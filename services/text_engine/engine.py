@@ -7,39 +7,53 @@ Everything hangs off `step()`. Whoever drives it (a thread behind the HTTP app, 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from services.text_engine.core.batch import Batch, Logprobs, SampledToken
+from services.text_engine.adapters import Adapter, Adapters
+from services.text_engine.core.batch import Batch, Logprobs, ScheduledSequence
+from services.text_engine.core.queue_wait import QueueWait
 from services.text_engine.core.scheduler import Scheduler, StepOutput
-from services.text_engine.core.sequence import ImageSpan, Sequence
+from services.text_engine.core.sequence import ImageSpan, PromptLogprob, Sequence
 from services.text_engine.core.stopping import Finish
 from services.text_engine.detokenizer import Detokenizer
 from services.text_engine.embedding_store import EmbeddingStore
 from services.text_engine.runner.grammar import GrammarCompiler
+from services.text_engine.runner.logits_processors import LogitsProcessors
 from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.tensor_parallel import RankFailed
 from services.text_engine.tokenizer import Tokenizer
 from shared.errors import ContextTooLong, DiptychError, InvalidRequest, Overloaded
+from shared.hashing import digest
 from shared.log import get_logger
+from shared.reasoning import ReasoningStart
 from shared.sampling import SamplingParams
 from shared.wire import ImageRef
 
 log = get_logger(__name__)
+NUM_PAST_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One request, tokenized; `sampling.n` choices will be generated from it."""
+    """One request, tokenized; `sampling.n` choices will be generated from it.
+
+    reasoning   how the answer begins if the model marks its reasoning; a constraint holds for what comes after it
+    adapter     name of the LoRA adapter that computes it; None: the model itself
+    """
 
     request_id: str
     token_ids: list[int]
     sampling: SamplingParams
+    reasoning: ReasoningStart | None = None
     images: tuple[ImageSpan, ...] = ()
     image_refs: tuple[ImageRef, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
 
     @property
     def num_image_tokens(self) -> int:
@@ -48,7 +62,11 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """New text of one choice. `finish` is set on its last output."""
+    """New text of one choice. `finish` is set on its last output.
+
+    prompt_logprobs   on the first output of choice 0, if they were asked for: of the prompt's tokens but the first
+    waited_s          since the choice's token before this one; for its first since the request was added
+    """
 
     request_id: str
     index: int
@@ -56,14 +74,18 @@ class TokenOutput:
     token_ids: list[int]
     logprobs: list[tuple[int, Logprobs]]
     finish: Finish | None
+    prompt_logprobs: list[PromptLogprob] | None = None
+    waited_s: float = 0.0
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
     """All choices are done.
 
-    timings   seconds: queue (until first scheduled), transfer (until the last embedding was here), prefill (from first
-              scheduled to first token), decode_tokens; transfer overlaps with the other two
+    timings    seconds: queue (until first scheduled), transfer (until the last embedding was here), prefill (from first
+               scheduled to first token), decode_tokens; transfer overlaps with the other two
+    added_at   when the engine took the request on, in time.monotonic() seconds
     """
 
     request_id: str
@@ -73,6 +95,7 @@ class RequestFinished:
     num_generated_tokens: int
     num_preemptions: int
     timings: dict[str, float]
+    added_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +107,26 @@ class RequestFailed:
 EngineOutput = TokenOutput | RequestFinished | RequestFailed
 
 
+class PastStep(NamedTuple):
+    """What one step computed, and how long it took. Kept by reference: remembering a step costs nothing, and of ended
+    sequences little is left."""
+
+    number: int
+    scheduled: list[ScheduledSequence]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.scheduled)
+
+
 @dataclass(slots=True)
 class _Choice:
     sequence: Sequence
     detokenizer: Detokenizer
     finished: bool = False
+    has_begun: bool = False
+    last_token: float | None = None
 
     def needs_image(self, image_key: str) -> bool:
         """Whether rows of this image are still to be computed."""
@@ -104,6 +142,7 @@ class _Request:
     request: EngineRequest
     choices: list[_Choice]
     added: float
+    adapter: Adapter | None = None
     images_ready: float | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -115,6 +154,7 @@ class Engine:
 
     max_model_len         tokens of prompt and answer together
     max_waiting_requests  more waiting sequences than this are refused with Overloaded
+    max_queue_wait_s      so is whoever would wait longer than this for the first step; None: nobody
     """
 
     def __init__(
@@ -124,20 +164,30 @@ class Engine:
         tokenizer: Tokenizer,
         embeddings: EmbeddingStore,
         grammars: GrammarCompiler,
+        processors: LogitsProcessors,
         *,
         vocab_size: int,
         max_model_len: int,
         max_waiting_requests: int = 1024,
+        max_queue_wait_s: float | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
         self.embeddings = embeddings
         self.grammars = grammars
+        self.processors = processors
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.max_waiting_requests = max_waiting_requests
+        self.max_queue_wait_s = max_queue_wait_s
+        self.queue_wait = QueueWait()
+        self.adapters = adapters or Adapters("the model")
+        self.num_steps = 0
+        self.past_steps: deque[PastStep] = deque(maxlen=NUM_PAST_STEPS)
         self._requests: dict[str, _Request] = {}
+        self._num_cache_resets = 0
 
     @property
     def num_requests(self) -> int:
@@ -153,6 +203,7 @@ class Engine:
         room = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens)
         num_prompt_tokens = len(request.token_ids)
         max_total = room if sampling.max_tokens is None else min(room, num_prompt_tokens + sampling.max_tokens)
+        adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         choices = []
         for index in range(sampling.n):
             sequence = Sequence(
@@ -164,9 +215,16 @@ class Engine:
                 index=index,
                 priority=request.priority,
                 images=request.images,
-                cache_salt=request.cache_salt.encode(),
-                token_filter=None if sampling.constraint is None else self.grammars.matcher(sampling.constraint),
+                cache_salt=digest(request.cache_salt.encode(), self._num_cache_resets.to_bytes(8, "big")),
+                token_filter=(
+                    None
+                    if sampling.constraint is None
+                    else self.grammars.matcher(sampling.constraint, request.reasoning)
+                ),
             )
+            if adapter is not None:
+                sequence.adapter, sequence.adapter_key = adapter.number, adapter.identity.key
+            sequence.processors = self.processors.for_request(sampling.extra_args, request.token_ids)
             detokenizer = Detokenizer(
                 self.tokenizer,
                 stop=sampling.stop,
@@ -174,7 +232,9 @@ class Engine:
                 skip_special=sampling.skip_special_tokens,
             )
             choices.append(_Choice(sequence, detokenizer))
-        self._requests[request.request_id] = _Request(request, choices, added=time.monotonic())
+        if adapter is not None:
+            self.adapters.acquire(adapter)
+        self._requests[request.request_id] = _Request(request, choices, added=time.monotonic(), adapter=adapter)
         self.embeddings.register(request.request_id, request.image_refs)
         for choice in choices:
             self.scheduler.add(choice.sequence)
@@ -186,6 +246,9 @@ class Engine:
             return
         for choice in state.choices:
             self.scheduler.finish(choice.sequence)
+            choice.sequence.drop_helpers()
+        if state.adapter is not None:
+            self.adapters.release(state.adapter)
         self.embeddings.release(request_id, {ref.image_key for ref in state.request.image_refs})
 
     def fail(self, request_id: str, error: DiptychError) -> list[EngineOutput]:
@@ -218,17 +281,41 @@ class Engine:
 
         Raises RankFailed if a process that shares the model is gone: this engine cannot go on.
         """
+        started = time.monotonic()
         batch = self.scheduler.schedule()
         if batch.is_empty:
             return None
-        self._note_start(batch)
+        num_started = self._note_start(batch)
         try:
             sampled = self.runner.execute_model(batch)
         except RankFailed:
             raise  # no later batch would fare better
         except Exception as error:  # noqa: BLE001 - whatever broke, only the batch's requests may pay for it
             return self._fail_batch(batch, error)
-        return self._publish(self.scheduler.update(batch, sampled))
+        outputs = self._publish(self.scheduler.update(batch, sampled))
+        self.num_steps += 1
+        seconds = time.monotonic() - started
+        self.past_steps.append(PastStep(self.num_steps, batch.scheduled, seconds))
+        num_queued = sum(sequence.awaited_image is None for sequence in self.scheduler.waiting)
+        self.queue_wait.note_step(seconds, num_started, num_queued)
+        return outputs
+
+    # --- the cache ------------------------------------------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        """Nothing computed until now is found by later requests; running ones go on, and add nothing to be found."""
+        self._num_cache_resets += 1
+        self.scheduler.blocks.forget_all()
+        self.embeddings.drop_idle()
+
+    def sleep(self) -> None:
+        """Give back the KV cache's memory, of which nothing may be in use; `wake` before the next request."""
+        assert not self.num_requests
+        self.reset_cache()
+        self.runner.release_kv_cache()
+
+    def wake(self) -> None:
+        self.runner.restore_kv_cache()
 
     def close(self) -> None:
         """End the processes that share the model, if there are any."""
@@ -243,6 +330,9 @@ class Engine:
             request = self._requests.get(step.sequence.request_id)
             if request is None:
                 continue
+            choice = request.choices[step.sequence.index]
+            if choice.finished:
+                continue  # a stop string ended it with an earlier token of this step
             if step.sampled.error is not None:
                 error = _sampling_error(step.sequence, step.sampled.error)
                 log.warning("a request ends with an error", request_id=step.sequence.request_id, reason=error.message)
@@ -251,25 +341,40 @@ class Engine:
             if request.first_token is None:
                 request.first_token = now
             request.last_token = now
-            outputs.append(self._token_output(request.choices[step.sequence.index], step.sampled, step.finish))
+            waited_s = now - (request.added if choice.last_token is None else choice.last_token)
+            choice.last_token = now
+            outputs.append(self._token_output(choice, step, waited_s))
             if all(choice.finished for choice in request.choices):
                 outputs.append(self._finished(request))
         return outputs
 
-    def _token_output(self, choice: _Choice, sampled: SampledToken, finish: Finish | None) -> TokenOutput:
+    def _token_output(self, choice: _Choice, step: StepOutput, waited_s: float) -> TokenOutput:
         sequence, detokenizer = choice.sequence, choice.detokenizer
+        sampled, finish = step.sampled, step.finish
         text = ""
         if finish is None or not finish.text_excludes_last:
-            search_stop = sequence.num_generated_tokens > sequence.sampling.min_tokens
+            search_stop = step.num_generated_tokens > sequence.sampling.min_tokens
             text = detokenizer.append(sampled.token_id, search_stop=search_stop)
         if detokenizer.matched_stop is not None:
             self.scheduler.finish(sequence)
+            del sequence.token_ids[sequence.num_prompt_tokens + step.num_generated_tokens :]
             finish = Finish("stop", stop_reason=detokenizer.matched_stop)
         elif finish is not None:
             text += detokenizer.finish()
         choice.finished = finish is not None
         logprobs = [] if sampled.logprobs is None else [(sampled.token_id, sampled.logprobs)]
-        return TokenOutput(sequence.request_id, sequence.index, text, [sampled.token_id], logprobs, finish)
+        is_first, choice.has_begun = not choice.has_begun, True
+        return TokenOutput(
+            sequence.request_id,
+            sequence.index,
+            text,
+            [sampled.token_id],
+            logprobs,
+            finish,
+            prompt_logprobs=sequence.prompt_logprobs if sequence.wants_prompt_logprobs and is_first else None,
+            waited_s=waited_s,
+            is_first=is_first,
+        )
 
     def _finished(self, state: _Request) -> RequestFinished:
         self.abort(state.request.request_id)
@@ -289,6 +394,7 @@ class Engine:
                 "prefill": state.first_token - state.first_scheduled,
                 "decode_tokens": state.last_token - state.first_token,
             },
+            added_at=state.added,
         )
 
     # --- checks and failures --------------------------------------------------------------------------------------
@@ -306,6 +412,7 @@ class Engine:
                 "and answer together, so shorten the conversation or send fewer or smaller images",
                 param="messages",
             )
+        sampling.check_prompt_logprobs(num_prompt_tokens)
         capacity = self.scheduler.blocks.max_sequence_tokens
         if num_prompt_tokens >= capacity:
             raise ContextTooLong(
@@ -324,22 +431,51 @@ class Engine:
             bad = next((token_id for token_id in token_ids if token_id >= self.vocab_size), None)
             if bad is not None:
                 raise InvalidRequest(f"{name} names token {bad}; ids go from 0 to {self.vocab_size - 1}", param=name)
-        if len(self.scheduler.waiting) + sampling.n > self.max_waiting_requests:
+        if request.adapter is not None:
+            self.adapters.find(request.adapter)
+        self.processors.for_request(sampling.extra_args, request.token_ids)
+        self.check_queue(request.priority, sampling.n)
+        if sampling.constraint is not None:
+            self.grammars.check(sampling.constraint, request.reasoning)
+
+    def check_queue(self, priority: int, num_choices: int = 1, num_preparing: int = 0) -> None:
+        """Raises Overloaded where the queue is full, or a request would wait too long in it: an answer that comes too
+        late costs as much as one in time, and makes everybody behind it late, too. Cheap, and any thread will do.
+
+        num_preparing   requests that have passed this check and will be queued before this one
+        """
+        num_waiting = len(self.scheduler.waiting)
+        if num_waiting + num_preparing + num_choices > self.max_waiting_requests:
             raise Overloaded(
-                f"{len(self.scheduler.waiting)} requests are waiting; this server queues {self.max_waiting_requests}",
+                f"{num_waiting + num_preparing} requests are waiting; this server queues {self.max_waiting_requests}",
                 retry_after_s=2.0,
             )
-        if sampling.constraint is not None:
-            self.grammars.check(sampling.constraint)
+        if self.max_queue_wait_s is None:
+            return
+        num_ahead = num_preparing
+        num_ahead += sum(s.awaited_image is None and s.priority <= priority for s in self.scheduler.waiting)
+        wait_s = self.queue_wait.seconds(num_ahead)
+        if wait_s > self.max_queue_wait_s:
+            raise Overloaded(
+                f"{num_ahead} requests are ahead, about {wait_s:.0f} s; this server lets nobody wait longer than "
+                f"{self.max_queue_wait_s:g} s",
+                retry_after_s=max(1.0, wait_s - self.max_queue_wait_s),
+            )
 
-    def _note_start(self, batch: Batch) -> None:
+    def _note_start(self, batch: Batch) -> int:
+        """How many requests begin with this batch."""
         now = time.monotonic()
+        num_started = 0
         for item in batch.scheduled:
             state = self._requests[item.sequence.request_id]
             if state.first_scheduled is None:
                 state.first_scheduled = now
+                num_started += 1
+        return num_started
 
     def _fail_batch(self, batch: Batch, error: Exception) -> list[EngineOutput]:
+        if batch.copies:
+            self.reset_cache()  # who knows which of them were made
         log.error("a step failed; its requests end with an error", num_sequences=len(batch.scheduled), exc_info=error)
         outputs: list[EngineOutput] = []
         for item in batch.scheduled:

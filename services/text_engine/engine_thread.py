@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 from services.text_engine.build import BuiltEngine
 from services.text_engine.engine import Engine, EngineOutput, EngineRequest, RequestFailed
@@ -26,6 +27,7 @@ log = get_logger(__name__)
 STUCK_TIMEOUT_S = 2.0
 
 Command = Callable[[Engine], list[EngineOutput]]
+T = TypeVar("T")
 
 
 class EngineThread:
@@ -95,6 +97,10 @@ class EngineThread:
                 engine.add(request)
             except DiptychError as error:
                 return [RequestFailed(request.request_id, error)]
+            except Exception as error:
+                log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
+                reason = "the engine failed on this request; the log has the details"
+                return [RequestFailed(request.request_id, DiptychError(reason))]
             return []
 
         self.submit(command)
@@ -170,3 +176,19 @@ class EngineThread:
     def _send(self, outputs: list[EngineOutput]) -> None:
         if outputs:
             self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+
+async def in_engine(thread: EngineThread, work: Callable[[Engine], T]) -> T:
+    """What `work` returns or raises in the engine's thread, between two steps."""
+    done: Future[T] = Future()
+
+    def command(engine: Engine) -> list[EngineOutput]:
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(work(engine))
+            except Exception as error:  # noqa: BLE001 - whoever asked hears of it
+                done.set_exception(error)
+        return []
+
+    thread.submit(command)
+    return await asyncio.wrap_future(done)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from services.text_engine.chat_template import ChatTemplate, text_part
@@ -17,16 +18,21 @@ from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.tokenizer import Tokenizer
 from services.text_engine.tool_prompt import parsed_calls, spell_tools
 from shared.errors import InvalidRequest, UnsupportedFeature, UpstreamFailed
+from shared.reasoning import ReasoningMarks, ReasoningStart
 from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids in which every row of every image has its placeholder position, and where those are."""
+    """Token ids in which every row of every image has its placeholder position, and where those are.
+
+    reasoning   how the answer begins if the model marks its reasoning; None: with the answer itself
+    """
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...]
     image_refs: tuple[ImageRef, ...]
+    reasoning: ReasoningStart | None = None
 
     @property
     def num_image_tokens(self) -> int:
@@ -38,6 +44,7 @@ class PromptBuilder:
 
     image_token_id   the placeholder's id; None for a text-only model
     image_mark_id    what the template writes for an image; None: the placeholder
+    reasoning        how the model marks its reasoning, if it does
     """
 
     def __init__(
@@ -46,9 +53,11 @@ class PromptBuilder:
         template: ChatTemplate | None,
         image_token_id: int | None,
         image_mark_id: int | None = None,
+        reasoning: ReasoningMarks | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._reasoning = reasoning
         self._image_token_id = image_token_id
         self._image_token = None if image_token_id is None else tokenizer.token_string(image_token_id)
         if image_token_id is not None and self._image_token is None:
@@ -80,7 +89,12 @@ class PromptBuilder:
             raise InvalidRequest("prompt is empty; give at least one token", param="prompt")
         return Prompt(token_ids, (), ())
 
-    def from_messages(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None = None) -> Prompt:
+    def from_messages(
+        self,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Prompt:
         """A conversation, rendered by the chat template, images where the template puts them."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
@@ -90,8 +104,19 @@ class PromptBuilder:
         if not self._template.takes_tools:
             messages, tools = spell_tools(messages, tools), None
         guard = _SpecialTextGuard(self._tokenizer.special_strings)
-        rendered = self._template.render([self._for_template(m, guard) for m in messages], guard.protect_all(tools))
-        return self._expand(self._tokenize(self._lay_out(rendered, refs), guard), refs)
+        shown = [self._for_template(message, guard) for message in messages]
+        rendered = self._template.render(shown, guard.protect_all(tools), guard.protect_all(dict(template_kwargs)))
+        prompt = self._expand(self._tokenize(self._lay_out(rendered, refs), guard), refs)
+        return replace(prompt, reasoning=self._reasoning_after(rendered))
+
+    def _reasoning_after(self, rendered: str) -> ReasoningStart | None:
+        """Templates open the reasoning themselves, or open and close it if the model shall not think."""
+        if self._reasoning is None:
+            return None
+        end = rendered.rstrip()
+        if end.endswith(self._reasoning.opening):
+            return "open"
+        return None if end.endswith(self._reasoning.closing) else "optional"
 
     def _for_template(self, message: ChatMessage, guard: _SpecialTextGuard) -> dict[str, Any]:
         """One message in the shape this template takes; text-only content is one string wherever it can be."""
@@ -105,7 +130,12 @@ class PromptBuilder:
                 guard.protect(part.text) if isinstance(part, TextPart) else str(self._image_mark)
                 for part in message.content
             )
-        fields = {"name": message.name, "tool_calls": parsed_calls(message), "tool_call_id": message.tool_call_id}
+        fields = {
+            "name": message.name,
+            "reasoning_content": message.reasoning_content,
+            "tool_calls": parsed_calls(message),
+            "tool_call_id": message.tool_call_id,
+        }
         return result | {name: guard.protect_all(value) for name, value in fields.items() if value}
 
     def _tokenize(self, rendered: str, guard: _SpecialTextGuard) -> list[int]:

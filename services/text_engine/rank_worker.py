@@ -47,7 +47,8 @@ def _work(connection: Connection, spec: RankSpec) -> None:
     threading.Thread(target=_read, args=(connection, steps), name="steps", daemon=True).start()
     device = rank_device(spec.settings, spec.index)
     ranks = ProcessRanks(spec.index, spec.size, spec.store, device)
-    model = load_model(spec.settings, load_model_config(spec.settings.model), device, ranks)
+    config = load_model_config(spec.settings.model, spec.settings.model_implementation)
+    model = load_model(spec.settings, config, device, ranks)
     while (arrays := steps.get()) is not None:
         model.forward_pass.run(arrays, _no_images)
     end_without_cleanup(0)

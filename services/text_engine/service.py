@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
 import httpx
 
+from services.text_engine.adapter_control import AdapterControl
 from services.text_engine.build import BuiltEngine, build_engine
+from services.text_engine.cache_control import CacheControl
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.core.batch import Logprobs
 from services.text_engine.embedding_fetcher import EmbeddingFetcher
 from services.text_engine.engine import (
     Engine,
@@ -24,31 +26,33 @@ from services.text_engine.engine import (
     RequestFinished,
     TokenOutput,
 )
-from services.text_engine.engine_thread import EngineThread
+from services.text_engine.engine_thread import EngineThread, in_engine
+from services.text_engine.events import event_of, portions
 from services.text_engine.metrics import EngineMetrics
 from services.text_engine.prompt import Prompt
-from services.text_engine.tokenizer import Tokenizer
+from services.text_engine.request_timeline import FetchLog, embedding_sources, stage_spans
+from services.text_engine.state import engine_state, take_snapshot
 from shared.embedding_cache import EmbeddingCache
-from shared.errors import DiptychError, InvalidRequest, NotReady, RequestAborted
-from shared.http_errors import wire_error
+from shared.errors import ContextTooLong, DiptychError, InvalidRequest, NotReady, RequestAborted, UnsupportedFeature
 from shared.log import get_logger
 from shared.sampling import Constraint, SamplingParams
+from shared.service_token import token_headers
+from shared.state import EngineState
+from shared.tracing import Attributes, current_span
 from shared.wire import (
-    Failed,
-    Finished,
+    CacheState,
     GenerateEvent,
     GenerateRequest,
     ImageRef,
     ModelInfo,
+    SleepRequest,
     Started,
     TokenizeRequest,
     TokenizeResponse,
-    TokenLogprob,
-    Tokens,
 )
 
 log = get_logger(__name__)
-LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
+STATE_TIMEOUT_S = 2.0
 
 
 class TextEngineService:
@@ -65,10 +69,17 @@ class TextEngineService:
         self._built: BuiltEngine | None = None
         self._thread: EngineThread | None = None
         self._fetcher: EmbeddingFetcher | None = None
-        self._http = httpx.AsyncClient(trust_env=False)
+        self._http = httpx.AsyncClient(trust_env=False, headers=token_headers(settings.service_token))
         self._cache = EmbeddingCache(settings.redis_url, op_timeout_s=settings.redis_timeout_s)
+        self._num_preparing = 0
         self._streams: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._cache_control: CacheControl | None = None
+        self._adapter_control: AdapterControl | None = None
         self._fetches: set[asyncio.Task[None]] = set()
+        self._fetch_log = FetchLog()
+        self._state: asyncio.Task[EngineState] | None = None
 
     async def start(self) -> None:
         """Load the model without blocking the event loop, then run the engine. Raises what `build_engine` raises."""
@@ -92,6 +103,14 @@ class TextEngineService:
         )
         self._thread = thread
         self._built = built
+        self._cache_control = CacheControl(thread)
+        self._adapter_control = AdapterControl(thread, self.settings, built.adapted_config)
+        self.metrics.watch(
+            built,
+            self._cache,
+            max_num_seqs=self.settings.max_num_seqs,
+            prefix_caching=self.settings.enable_prefix_caching,
+        )
 
     async def close(self) -> None:
         if self._thread is not None:
@@ -116,6 +135,8 @@ class TextEngineService:
             return "the service is shutting down"
         if not self._thread.is_alive:
             return "the engine's thread has died"
+        if self._cache_control is not None and self._cache_control.state != "awake":
+            return f"the engine is {self._cache_control.state}; POST /v1/wake to have it back"
         if self._thread.seconds_in_step() > self.settings.step_timeout_s:
             return f"the current step has been running for {self._thread.seconds_in_step():.0f} s"
         return None
@@ -127,7 +148,37 @@ class TextEngineService:
 
     @property
     def info(self) -> ModelInfo:
-        return self._require_built().info
+        built = self._require_built()
+        return built.info.model_copy(update={"adapters": built.engine.adapters.infos})
+
+    @property
+    def adapter_control(self) -> AdapterControl:
+        """Raises NotReady."""
+        self._require_built()
+        assert self._adapter_control is not None
+        return self._adapter_control
+
+    @property
+    def cache_control(self) -> CacheControl:
+        """Raises NotReady while there is no engine, or none that can answer; asleep it can."""
+        if self._cache_control is None or self._thread is None or not self._thread.is_alive:
+            raise NotReady(f"the text engine is not ready: {self.why_not_ready()}", retry_after_s=2.0)
+        return self._cache_control
+
+    async def sleep(self, request: SleepRequest) -> CacheState:
+        """Give back the KV cache's memory until `wake`. Raises UnsupportedFeature, Overloaded."""
+        if self.settings.tensor_parallel_size > 1:
+            raise UnsupportedFeature("a model that several processes share cannot be put to sleep")
+
+        async def end_requests() -> None:
+            if request.mode == "abort":
+                error = NotReady("the engine was put to sleep", retry_after_s=2.0)
+                for request_id in self._streams:
+                    self._end(request_id, error)
+            await self._is_idle.wait()
+
+        await self.cache_control.sleep(end_requests, request.timeout_s)
+        return await self.cache_control.numbers()
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -136,36 +187,88 @@ class TextEngineService:
 
         Close the iterator to abort: the request's blocks are free within a step.
         """
+        arrived_at = time.monotonic()
         built = self._require_built()
-        engine_request = await asyncio.to_thread(_prepare, built, request)
+        # Before anything is spent on the prompt: under overload refusals are most of what there is to say.
+        built.engine.check_queue(request.priority, num_preparing=self._num_preparing)
+        self._num_preparing += 1
+        try:
+            engine_request = await asyncio.to_thread(_prepare, built, request)
+        finally:
+            self._num_preparing -= 1
+        self._require_built()  # it may have fallen asleep meanwhile
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         outputs = self._streams[request.request_id] = asyncio.Queue()
+        self._is_idle.clear()
         is_over = False
         try:
             assert self._thread is not None
             self._thread.add(engine_request)
             num_prompt_tokens = len(engine_request.token_ids)
-            yield Started(num_prompt_tokens=num_prompt_tokens, num_image_tokens=engine_request.num_image_tokens)
+            yield Started(
+                num_prompt_tokens=num_prompt_tokens,
+                num_image_tokens=engine_request.num_image_tokens,
+                is_reasoning_open=engine_request.reasoning == "open",
+                prompt_text=built.engine.tokenizer.decode(engine_request.token_ids) if request.echo else None,
+            )
             while not is_over:
                 output = await outputs.get()
                 is_over = not isinstance(output, TokenOutput)
-                yield _event(output, built.engine.tokenizer)
+                naming = partial(event_of, output, engine_request, built.engine.tokenizer)
+                is_long = isinstance(output, TokenOutput) and output.prompt_logprobs is not None
+                event = await asyncio.to_thread(naming) if is_long else naming()
+                if isinstance(output, RequestFinished):
+                    history = self._history(engine_request, output, arrived_at)
+                    event = event.model_copy(update=history)
+                    if (span := current_span()) is not None:
+                        span.stages(history["spans"], began_at=arrived_at)
+                        model = engine_request.adapter or built.info.id
+                        span.describe(_traced(model, output), name=f"generate {model}")
+                for portion in portions(event):
+                    yield portion
         finally:
             del self._streams[request.request_id]
             if not is_over:
                 self.abort(request.request_id)
+            if not self._streams:
+                self._is_idle.set()
+
+    def _history(self, request: EngineRequest, finished: RequestFinished, arrived_at: float) -> dict[str, Any]:
+        return {
+            "spans": stage_spans(request, finished, self._fetch_log, arrived_at=arrived_at),
+            "embedding_sources": embedding_sources(request, finished, self._fetch_log),
+        }
 
     def abort(self, request_id: str) -> None:
         """Forget a request, running or not; a stream that is still read ends with an error event."""
+        self._end(request_id, RequestAborted("the request was aborted"))
+
+    def _end(self, request_id: str, error: DiptychError) -> None:
         if self._thread is not None:
-            self._thread.submit(lambda engine: engine.fail(request_id, RequestAborted("the request was aborted")))
+            self._thread.submit(lambda engine: engine.fail(request_id, error))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         built = self._require_built()
         prompt = await asyncio.to_thread(_build_prompt, built, request)
         max_model_len = built.info.max_model_len
         return TokenizeResponse(count=len(prompt.token_ids), max_model_len=max_model_len, tokens=prompt.token_ids)
+
+    async def state(self) -> EngineState:
+        """What the engine is doing. Looked at between two steps, once for all who ask meanwhile; NotReady if a step
+        does not end in time."""
+        built = self._require_built()
+        if self._state is None or self._state.done():
+            self._state = asyncio.create_task(self._look(built))
+        return await asyncio.shield(self._state)
+
+    async def _look(self, built: BuiltEngine) -> EngineState:
+        assert self._thread is not None
+        try:
+            snapshot = await asyncio.wait_for(in_engine(self._thread, take_snapshot), STATE_TIMEOUT_S)
+        except TimeoutError:
+            raise NotReady(f"the current step takes longer than {STATE_TIMEOUT_S:g} s") from None
+        return await asyncio.to_thread(engine_state, snapshot, built.info.id, self.settings, self.metrics)
 
     def _require_built(self) -> BuiltEngine:
         reason = self.why_not_ready()
@@ -177,15 +280,17 @@ class TextEngineService:
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            if isinstance(output, RequestFinished):
+            if isinstance(output, TokenOutput):
+                self.metrics.observe_token(output)
+            elif isinstance(output, RequestFinished):
                 self.metrics.observe_finished(output)
-            elif isinstance(output, TokenOutput) and output.finish is not None:
-                self.metrics.success.labels(output.finish.reason).inc()
+            else:
+                self.metrics.observe_failed(output)
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put_nowait(output)
 
     def _on_step(self, engine: Engine, seconds: float | None) -> None:
-        self.metrics.observe_step(engine.scheduler, seconds)
+        self.metrics.observe_step(engine, seconds)
 
     def _on_death(self) -> None:
         error = NotReady("the engine's thread has died")
@@ -206,14 +311,32 @@ class TextEngineService:
         """Bring one embedding to the engine, or the news that it will not come."""
         assert self._fetcher is not None
         assert self._thread is not None
+        started, source = time.monotonic(), None
         try:
-            rows = await self._fetcher.fetch(ref)
+            with self._fetch_log.fetching(ref.image_key) as fetch:
+                rows, fetch.source = await self._fetcher.fetch(ref)
+                source = fetch.source
         except DiptychError as caught:
             error = caught  # the name of an except clause does not outlive it
             log.warning("no embedding for an image", image_key=ref.image_key[:12], reason=error.message)
             self._thread.submit(lambda engine: engine.image_failed(ref, error))
         else:
             self._thread.submit(lambda engine: engine.put_image(ref.image_key, rows))
+        finally:
+            self.metrics.observe_fetch(source, time.monotonic() - started)
+
+
+def _traced(model: str, finished: RequestFinished) -> Attributes:
+    """What a span says of a finished request, in the words of OpenTelemetry's conventions for generative AI."""
+    return {
+        "gen_ai.provider.name": "diptych",
+        "gen_ai.response.model": model,
+        "gen_ai.usage.input_tokens": finished.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": finished.num_generated_tokens,
+        "gen_ai.usage.cache_read.input_tokens": finished.num_cached_tokens,
+        "diptych.usage.image_tokens": finished.num_image_tokens,
+        "diptych.num_preemptions": finished.num_preemptions,
+    }
 
 
 def sampling_params(request: GenerateRequest) -> SamplingParams:
@@ -256,55 +379,40 @@ def _prepare(built: BuiltEngine, request: GenerateRequest) -> EngineRequest:
         request_id=request.request_id,
         token_ids=prompt.token_ids,
         sampling=sampling,
+        reasoning=prompt.reasoning,
         images=prompt.images,
         image_refs=prompt.image_refs,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
     )
-    built.engine.check(engine_request)
+    try:
+        built.engine.check(engine_request)
+        if not request.cuts_to_context:
+            _check_room(engine_request, built.engine.max_model_len)
+    except ContextTooLong as error:
+        if request.prompt is not None and error.param == "messages":
+            raise ContextTooLong(error.message, param="prompt") from error
+        raise
     return engine_request
+
+
+def _check_room(request: EngineRequest, max_model_len: int) -> None:
+    """Raises ContextTooLong if more is asked for than can follow the prompt. Cutting it would be an answer to another
+    question; the KV cache being smaller than the context is not the client's to know, so that cuts."""
+    asked, room = request.sampling.max_tokens, max_model_len - len(request.token_ids)
+    if asked is not None and asked > room:
+        raise ContextTooLong(
+            f"max_tokens is {asked}, but the prompt has {len(request.token_ids)} tokens and this model takes "
+            f"{max_model_len} tokens of prompt and answer together; ask for at most {room}, or leave max_tokens out to "
+            "use what is left",
+            param="max_tokens",
+        )
 
 
 def _build_prompt(built: BuiltEngine, request: GenerateRequest | TokenizeRequest) -> Prompt:
     if request.messages is not None:
-        return built.prompts.from_messages(request.messages, request.tools)
+        return built.prompts.from_messages(request.messages, request.tools, request.template_kwargs)
     if request.prompt is None:
         raise InvalidRequest("give either messages or prompt", param="messages")
     return built.prompts.from_prompt(request.prompt, built.info.vocab_size)
-
-
-def _event(output: EngineOutput, tokenizer: Tokenizer) -> GenerateEvent:
-    if isinstance(output, RequestFailed):
-        return Failed(error=wire_error(output.error))
-    if isinstance(output, RequestFinished):
-        return Finished(
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_image_tokens=output.num_image_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            num_generated_tokens=output.num_generated_tokens,
-            timings=output.timings,
-        )
-    finish = output.finish
-    return Tokens(
-        index=output.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        logprobs=[_token_logprob(t, logprobs, tokenizer) for t, logprobs in output.logprobs] or None,
-        finish_reason=None if finish is None else finish.reason,
-        stop_reason=None if finish is None else finish.stop_reason,
-    )
-
-
-def _token_logprob(token_id: int, logprobs: Logprobs, tokenizer: Tokenizer) -> TokenLogprob:
-    top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-    return TokenLogprob(
-        **_named(token_id, logprobs.logprob, tokenizer),
-        top=[TokenLogprob(**_named(top_id, logprob, tokenizer)) for top_id, logprob in top],
-    )
-
-
-def _named(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A token under its readable name: its text, or the special token's spelling, which adds no text."""
-    raw = tokenizer.token_bytes(token_id)
-    token = raw.decode("utf-8", "replace") or tokenizer.token_string(token_id) or ""
-    return {"token_id": token_id, "token": token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}

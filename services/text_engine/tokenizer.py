@@ -20,8 +20,10 @@ log = get_logger(__name__)
 class Tokenizer:
     """One checkpoint's tokenizer. Thread-safe: encoding never changes it."""
 
-    def __init__(self, rust: RustTokenizer, config: dict[str, Any]) -> None:
+    def __init__(self, rust: RustTokenizer, config: dict[str, Any], *, shown: frozenset[str] = frozenset()) -> None:
+        """shown   special tokens that add their spelling to the text all the same"""
         self._rust = rust
+        self._shown = shown
         # A second instance reads special tokens' strings as ordinary text; the flag is not per call.
         self._literal = RustTokenizer.from_str(rust.to_str())
         self._literal.encode_special_tokens = True
@@ -40,6 +42,10 @@ class Tokenizer:
 
         log.info("converting tokenizer.model; a tokenizer.json in the folder would start faster", folder=str(folder))
         return cls(AutoTokenizer.from_pretrained(folder).backend_tokenizer, config)
+
+    def showing(self, *tokens: str) -> Tokenizer:
+        """The same, with these special tokens in the text: they mark what others must be able to see."""
+        return Tokenizer(self._rust, self.config, shown=self._shown | set(tokens))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises InvalidRequest for text that is not Unicode: JSON can spell half of a surrogate pair."""
@@ -118,7 +124,8 @@ class Tokenizer:
         table = [b""] * self.vocab_size
         for token, token_id in self._rust.get_vocab(with_added_tokens=True).items():
             if token_id in added:
-                table[token_id] = b"" if added[token_id].special else token.encode()
+                is_hidden = added[token_id].special and token not in self._shown
+                table[token_id] = b"" if is_hidden else token.encode()
             elif "ByteLevel" in kinds:
                 table[token_id] = bytes(_BYTE_OF_CHARACTER[character] for character in token)
             elif "ByteFallback" in kinds or "Metaspace" in kinds:

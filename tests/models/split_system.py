@@ -14,11 +14,11 @@ import transformers
 from PIL import Image
 
 from services.text_engine.prompt import Prompt
-from services.vision_encoder.families.interface import PreparedImage
+from services.vision_encoder.families.interface import Family, PreparedImage
 from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.preprocessing.registry import from_json, to_json
 from shared.hashing import image_key
-from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart
+from shared.wire import ChatMessage, Detail, ImagePart, ImageRef, TextPart
 from tests.engines import Answer, EngineDriver
 from tests.vision_checkpoints import processor_class
 
@@ -36,6 +36,7 @@ class SplitSystem:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.family = load_family(folder)
         self.family.prepare_weights(torch.device("cpu"), torch.float32)
+        self.families: dict[Detail, Family] = {"high": self.family, "low": self.family.low_detail or self.family}
         # As in the decode workers: the preprocessing travels as text.
         self.preprocessing = from_json(to_json(self.family.preprocessing))
         self.folder = folder
@@ -45,33 +46,42 @@ class SplitSystem:
     def driver(self) -> EngineDriver:
         return EngineDriver(self.folder, **self._settings)
 
-    def prepared(self, image: Image.Image) -> PreparedImage:
-        return PreparedImage(torch.from_numpy(self.preprocessing.apply(image)), image.width, image.height)
+    def prepared(self, image: Image.Image, detail: Detail = "high") -> PreparedImage:
+        preprocessing = from_json(to_json(self.families[detail].preprocessing))
+        return PreparedImage(torch.from_numpy(preprocessing.apply(image)), image.width, image.height, detail)
 
-    def encode(self, image: Image.Image) -> torch.Tensor:
-        [rows] = self.family.encode([self.prepared(image)])
+    def encode(self, image: Image.Image, detail: Detail = "high") -> torch.Tensor:
+        [rows] = self.families[detail].encode([self.prepared(image, detail)])
         return rows
 
-    def ref(self, image: Image.Image) -> ImageRef:
+    def ref(self, image: Image.Image, detail: Detail) -> ImageRef:
         """Encodes the picture and has its rows at hand for the engine."""
-        metadata = self.family.describe(image.width, image.height)
-        key = image_key(image.tobytes() + bytes(str(image.size), "ascii"), "tests")
+        metadata = self.families[detail].describe(image.width, image.height)
+        key = image_key(image.tobytes() + bytes(str(image.size), "ascii"), f"tests {detail}")
         if key not in self.driver.pictures:
-            self.driver.pictures[key] = self.encode(image)
+            self.driver.pictures[key] = self.encode(image, detail)
         return ImageRef.of(metadata, image_key=key, encoder_url="http://x")
 
-    def prompt(self, parts: Sequence[str | Image.Image]) -> Prompt:
-        content = [TextPart(text=part) if isinstance(part, str) else ImagePart(image=self.ref(part)) for part in parts]
+    def prompt(self, parts: Sequence[str | Image.Image], detail: Detail | None = None) -> Prompt:
+        """detail   None: what a conversation of so many pictures is read in"""
+        has_several = sum(not isinstance(part, str) for part in parts) > 1
+        automatic: Detail = "low" if has_several and self.family.reads_several_in_low_detail else "high"
+        content = [
+            TextPart(text=part) if isinstance(part, str) else ImagePart(image=self.ref(part, detail or automatic))
+            for part in parts
+        ]
         return self.driver.prompts.from_messages([ChatMessage(role="user", content=content)])
 
-    def add(self, request_id: str, parts: Sequence[str | Image.Image], **sampling: Any) -> None:
-        prompt = self.prompt(parts)
+    def add(
+        self, request_id: str, parts: Sequence[str | Image.Image], detail: Detail | None = None, **sampling: Any
+    ) -> None:
+        prompt = self.prompt(parts, detail)
         sampling = {"max_tokens": NUM_NEW_TOKENS} | sampling
         self.driver.add(request_id, prompt.token_ids, images=prompt.images, image_refs=prompt.image_refs, **sampling)
 
-    def answer(self, parts: Sequence[str | Image.Image], **sampling: Any) -> Answer:
+    def answer(self, parts: Sequence[str | Image.Image], detail: Detail | None = None, **sampling: Any) -> Answer:
         request_id = f"request-{len(self.driver.answers)}"
-        self.add(request_id, parts, **sampling)
+        self.add(request_id, parts, detail, **sampling)
         return self.driver.run()[request_id]
 
 

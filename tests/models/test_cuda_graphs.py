@@ -85,6 +85,33 @@ def test_a_step_runs_padded_to_the_next_size_with_its_inputs_in_place():
         assert attention.cu_seqlens_q.tolist() == [*range(num_seqs + 1), *[num_seqs] * padding]
 
 
+def test_rows_of_several_tokens_are_padded_by_tokens_and_by_sequences():
+    seen: list[BatchTensors] = []
+
+    def forward(tensors: BatchTensors) -> torch.Tensor:
+        seen.append(tensors)
+        return tensors.token_ids[:, None] * 10.0
+
+    graphs = Graphs(forward, [4, 8], max_blocks=3, device=CPU, capture=Rerun())
+    six = decode_step(6)
+    fields = {name: getattr(six, name) for name in BatchArrays.__slots__}
+    arrays = BatchArrays(
+        **fields
+        | {
+            "cu_seqlens_q": np.array([0, 1, 5, 6], dtype=np.int32),
+            "seq_lens": np.array([7, 20, 3], dtype=np.int32),
+            "block_tables": six.block_tables[:3],
+        }
+    )
+    assert graphs.fit(arrays)
+    hidden, _ = graphs.run(arrays)
+    assert hidden[:, 0].tolist() == (arrays.token_ids * 10.0).tolist()
+    attention = seen[-1].attention
+    assert attention.slot_mapping.tolist() == [*arrays.slot_mapping.tolist(), -1, -1]
+    assert attention.cu_seqlens_q.tolist() == [0, 1, 5, 6, 6, 6, 6, 6, 6]
+    assert attention.seq_lens.tolist() == [7, 20, 3, 0, 0, 0, 0, 0]
+
+
 def test_positions_of_three_coordinates_are_padded_too():
     seen: list[BatchTensors] = []
 

@@ -82,6 +82,7 @@ def test_shards_give_the_same_bits_as_one_file(checkpoint: CheckpointFactory, na
 def test_a_sliding_window_ends_exactly_where_transformers_ends_it(
     checkpoint: CheckpointFactory, name: str, position: int
 ):
+    """Case D29."""
     tokens = prompt_tokens(100)
     want = oracle_logits(load_oracle(checkpoint(name)), tokens)[position]
     ours = load_ours(checkpoint(name))

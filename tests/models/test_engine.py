@@ -128,6 +128,32 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_and_the_next_one_runs(ll
     assert len(driver.generate(tokens(5)).token_ids) == 12
 
 
+def test_short_memory_evicts_then_preempts_then_refuses_and_answers_as_ever(llama: Path):
+    calm = EngineDriver(llama)
+    tight = EngineDriver(llama, kv_cache_memory=f"{13 * bytes_per_block(calm)}", max_num_seqs=4, max_waiting_requests=2)
+    scheduler = tight.engine.scheduler
+    for seed in range(4):
+        tight.generate(tokens(67, seed=seed), max_tokens=1)
+    assert scheduler.blocks.pool.num_evictions > 0
+    assert scheduler.num_preemptions == 0
+    names = [f"r{i}" for i in range(6)]
+    for i, name in enumerate(names):
+        calm.add(name, tokens(20 + i, seed=i), max_tokens=80)
+        tight.add(name, tokens(20 + i, seed=i), max_tokens=80)
+        tight.step()
+        if len(scheduler.waiting) == 2:
+            break
+    with pytest.raises(Overloaded):
+        tight.add("one too many", tokens(5))
+    del tight.answers["one too many"]
+    tight.run()
+    calm.run()
+    assert scheduler.num_preemptions > 0
+    for name in names[: i + 1]:
+        assert tight.answers[name].token_ids == calm.answers[name].token_ids
+    assert tight.generate(tokens(5)).error is None
+
+
 def test_an_answer_that_outgrows_the_pool_ends_with_length(llama: Path):
     """Case D1: the prompt fits, prompt and answer do not."""
     probe = EngineDriver(llama)
@@ -252,6 +278,19 @@ def test_a_bad_logit_bias_and_a_full_queue_are_refused(llama: Path):
         driver.add("c", tokens(4))
 
 
+def test_whoever_would_wait_too_long_is_told_at_once_and_when_to_come_back(llama: Path):
+    driver = EngineDriver(llama, max_num_seqs=1, max_queue_wait_s=3.0)
+    for name in ("a", "b", "c", "d"):
+        driver.add(name, tokens(4))  # a burst that meets an idle engine is taken
+    driver.engine.queue_wait.note_step(2.0, num_started=0, num_queued=4)
+    with pytest.raises(Overloaded, match="4 requests are ahead, about 8 s") as refusal:
+        driver.add("late", tokens(4))
+    assert refusal.value.retry_after_s == 5.0
+    driver.add("urgent", tokens(4), priority=-1)  # those four are not ahead of it
+    del driver.answers["late"]
+    assert all(len(answer.token_ids) == 12 for answer in driver.run().values())
+
+
 def test_an_error_in_a_step_fails_its_requests_and_no_others(llama: Path):
     driver = EngineDriver(llama)
     expected = driver.generate(tokens(8)).token_ids
@@ -331,6 +370,21 @@ def test_text_before_an_image_is_prefilled_while_the_image_is_on_its_way(llava: 
     assert driver.run()["r"].error is None
 
 
+def test_a_look_that_finds_nothing_to_compute_is_not_counted_as_a_step(llava: Path):
+    from services.text_engine.metrics import EngineMetrics
+
+    driver, metrics = EngineDriver(llava, hold_images=True), EngineMetrics()
+    metrics.observe_step(driver.engine, None)
+    driver.add("r", **image_prompt(driver, "a", before=35))
+    for _ in range(3):
+        driver.step()
+        metrics.observe_step(driver.engine, 0.25)
+    [steps] = metrics.step_seconds.collect()
+    assert {s.name: s.value for s in steps.samples}["diptych:step_seconds_sum"] == 0.25
+    driver.deliver_images()
+    driver.run()
+
+
 def test_other_peoples_images_hold_up_nobody(llava: Path):
     driver = EngineDriver(llava, hold_images=True)
     driver.add("picture", **image_prompt(driver, "a", before=0))
@@ -349,7 +403,7 @@ def test_a_cached_image_is_never_asked_for_again(llava: Path):
     driver.step()
     driver.deliver_images()
     driver.run()
-    driver.engine.embeddings._idle.clear()
+    driver.engine.embeddings.drop_idle()
     driver.add("again", **image_prompt(driver, "a", after=30))
     assert driver.wanted == []
     driver.run()

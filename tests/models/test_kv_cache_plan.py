@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.text_engine.runner.kv_cache import KVCacheTooSmall, parse_size, plan_kv_cache
+from services.text_engine.runner.kv_cache import KVCacheTooSmall, plan_kv_cache
+from shared.settings import parse_size
 
 
 def plan(budget_blocks: int, max_model_len: int | None, **changes: int):

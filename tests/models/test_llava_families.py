@@ -58,6 +58,7 @@ def reference_rows(folder: Path, images: list[Image.Image]) -> list[torch.Tensor
 def test_announced_rows_are_the_reference_processors_for_every_small_size_and_steps_to_2000(
     checkpoint: CheckpointFactory, name: str
 ):
+    """Case C4."""
     folder = checkpoint(name)
     family, processor = load_family(folder), load_processor(folder)
     steps = [*range(65, 2001, 97), 335, 336, 337, 383, 385, 672, 1999]
@@ -82,6 +83,7 @@ def test_announced_rows_are_the_reference_processors_for_every_small_size_and_st
     ],
 )
 def test_llava_next_counts_as_worked_by_hand(checkpoint: CheckpointFactory, size: tuple[int, int], num_tokens: int):
+    """Cases C3, C4."""
     assert load_family(checkpoint("llava_next_336")).describe(*size).num_tokens == num_tokens
 
 
@@ -105,6 +107,7 @@ def test_announced_rows_are_encoded_rows_in_the_real_geometry(checkpoint: Checkp
 
 @pytest.mark.parametrize("name", ["vip_llava", *ANYRES])
 def test_every_row_equals_the_references_for_every_shape(checkpoint: CheckpointFactory, name: str):
+    """Case C3: grids higher than wide and wider than high, the tiles' rows in order."""
     folder = checkpoint(name)
     family = loaded(folder)
     images = [picture(*size) for size in SIZES]
@@ -144,11 +147,11 @@ def test_bf16_stays_close_to_fp32(checkpoint: CheckpointFactory, name: str):
 
 
 def reference_inputs(processor: Any, parts: Parts) -> dict[str, torch.Tensor]:
-    """The images as a plain list: nested ones LLaVA-OneVision's processor would no longer cut into tiles."""
+    """The images as those of one conversation, as `apply_chat_template` hands them on."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     images = [part for part in parts if not isinstance(part, str)]
-    return dict(processor(text=text, images=images or None, return_tensors="pt"))
+    return dict(processor(text=text, images=[images] if images else None, return_tensors="pt"))
 
 
 @pytest.mark.parametrize("name", ["vip_llava", *ANYRES, "llava_clip_mistral", "llava_siglip_qwen2"])

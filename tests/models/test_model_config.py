@@ -82,6 +82,7 @@ def test_a_window_counts_only_on_layers_that_slide(checkpoint: CheckpointFactory
 
 
 def test_a_mistral_whose_layers_are_all_marked_full_has_no_window(tmp_path: Path):
+    """Case D29."""
     config = tiny_config("MistralForCausalLM", sliding_window=32, layer_types=["full_attention"] * NUM_LAYERS)
     assert load_model_config(config_folder(tmp_path, config)).sliding_windows == (None,) * NUM_LAYERS
 
@@ -153,7 +154,7 @@ def test_yarn_makes_the_context_longer_than_the_stated_length(tmp_path: Path):
         ({"eos_token_id": "2"}, "eos_token_id is '2'; a token id or a list"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads = 4"),
         ({"head_dim": 15}, "head_dim is 15; rotary embeddings need an even one"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*; only checkpoints with plain"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method is .*; supported: awq"),
     ],
 )
 def test_a_config_that_cannot_run_names_the_field_its_value_and_what_can(tmp_path: Path, changes: dict, message: str):

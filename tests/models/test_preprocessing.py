@@ -125,6 +125,7 @@ def test_slivers_are_resized_only_inside_their_crop_and_equal_the_reference(tmp_
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 1), (1, 3), (499, 1), (1, 499), (3, 3)])
 def test_channel_order_is_stated_and_never_guessed_from_the_shape(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Case A7."""
     preprocessing = load_single_tile(tmp_path, CLIP_336)
     pixels = preprocessing.apply(Image.new("RGB", size, (10, 20, 30)))
     assert pixels.shape == (1, 3, 336, 336)
@@ -136,6 +137,7 @@ def test_channel_order_is_stated_and_never_guessed_from_the_shape(tmp_path: Path
 
 
 def test_without_processor_files_the_model_config_decides(tmp_path: Path) -> None:
+    """Case C7."""
     clip, siglip = load_single_tile(tmp_path, CLIP_336), load_single_tile(tmp_path, SIGLIP_384)
     assert (clip.shortest_edge, clip.crop_to) == (336, (336, 336))
     assert (siglip.shortest_edge, siglip.resize_to, siglip.crop_to) == (None, (384, 384), None)

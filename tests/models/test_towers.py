@@ -157,6 +157,7 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_leaves_the_rest_out(tmp_
 def test_the_number_of_tokens_follows_tower_and_strategy(
     checkpoint: CheckpointFactory, tmp_path: Path, name: str, strategy: str, count: int
 ) -> None:
+    """Case C6; an unknown strategy stops the start, see below."""
     folder = copied(checkpoint(name), tmp_path / "model", vision_feature_select_strategy=strategy)
     family = loaded(folder)
     images = pictures(family, 1)
@@ -166,6 +167,7 @@ def test_the_number_of_tokens_follows_tower_and_strategy(
 
 
 def test_absent_config_fields_and_processor_files_change_nothing(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    """Case C7."""
     folder = checkpoint("llava_clip_llama")
     bare = copied(
         folder,
@@ -279,6 +281,7 @@ IRRELEVANT: dict[str, Callable[[Path], None]] = {
 def test_the_fingerprint_changes_with_what_changes_embeddings_and_with_nothing_else(
     checkpoint: CheckpointFactory, tmp_path: Path, change: str
 ) -> None:
+    """Cases E5, E7."""
     original = checkpoint("llava_clip_llama")
     folder = copied(original, tmp_path / "model")
     (RELEVANT | IRRELEVANT)[change](folder)
@@ -287,6 +290,7 @@ def test_the_fingerprint_changes_with_what_changes_embeddings_and_with_nothing_e
 
 
 def test_the_fingerprint_covers_dtype_and_background(checkpoint: CheckpointFactory) -> None:
+    """Cases E5, E7."""
     family = load_family(checkpoint("llava_clip_llama"))
     dtypes, backgrounds = (FP32, torch.bfloat16, torch.float16), (WHITE, (0, 0, 0))
     assert len({family.fingerprint(dtype, background) for dtype in dtypes for background in backgrounds}) == 6

@@ -6,17 +6,35 @@ Decides nothing about order or fairness; the scheduler asks and acts on the answ
 from __future__ import annotations
 
 from services.text_engine.core.block_pool import BlockPool
+from services.text_engine.core.host_blocks import BlockCopy, HostBlocks
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import Sequence
 
 
 class BlockManager:
-    """Maps sequences onto a BlockPool, `block_size` tokens a block."""
+    """Maps sequences onto a BlockPool, `block_size` tokens a block.
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    host    where evicted blocks are copied to and found again; None: they are computed again
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        host: HostBlocks | None = None,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.host = host
+        self._copies: list[BlockCopy] = []
+        if host is not None:
+            pool.on_evicted, pool.on_unpublished = self._save, host.forget
+        self.num_queried_tokens = 0  # of prompts that looked for a prefix when they started
+        self.num_hit_tokens = 0  # those of them that need not be computed
+        self.image_blocks: set[int] = set()  # those last published with image positions in them, for who looks on
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -27,20 +45,23 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest published prefix, without taking them.
+        """Blocks of the longest published prefix, without taking them. One that is on the host only stands there as the
+        complement of its slot, `~slot`, which is negative.
 
-        The last token is never covered: it is always recomputed, or there would be no logits to sample from.
+        It covers `sequence.max_cached_tokens` at most.
         """
-        return self._find_cached(sequence, 0)
+        return self._find_cached(sequence, 0, self.host)
 
-    def _find_cached(self, sequence: Sequence, first: int) -> list[int]:
+    def _find_cached(self, sequence: Sequence, first: int, host: HostBlocks | None) -> list[int]:
         """Published blocks that hold the sequence's blocks `first` and on, up to the first that is missing."""
         if not self.enable_prefix_caching:
             return []
         hashes = extend_block_hashes(sequence, self.block_size)
         blocks: list[int] = []
-        for i in range(first, (sequence.num_tokens - 1) // self.block_size):
+        for i in range(first, sequence.max_cached_tokens // self.block_size):
             block = self.pool.lookup(hashes[i])
+            if block is None and host is not None and (slot := host.lookup(hashes[i])) is not None:
+                block = ~slot
             if block is None:
                 break
             blocks.append(block)
@@ -51,17 +72,48 @@ class BlockManager:
 
         num_extra   blocks that others would give back for it; negative: those to be kept for others
         """
-        num_needed = self.num_blocks_for(sequence.num_tokens) - len(cached_prefix)
-        num_revived = sum(self.pool.ref_count(block) == 0 for block in cached_prefix)
+        here = [block for block in cached_prefix if block >= 0]
+        num_needed = self.num_blocks_for(sequence.num_tokens) - len(here)
+        num_revived = sum(self.pool.ref_count(block) == 0 for block in here)
         return num_needed + num_revived <= self.pool.num_available + num_extra
 
     def start(self, sequence: Sequence, cached_prefix: list[int]) -> None:
         """Give a waiting sequence its cached prefix; its computation goes on behind it."""
         assert not sequence.block_table
         assert sequence.num_computed_tokens == 0
-        self.pool.share(cached_prefix)
-        sequence.block_table = list(cached_prefix)
+        self.pool.share(block for block in cached_prefix if block >= 0)
+        sequence.block_table = self._load(sequence, cached_prefix)
         sequence.num_computed_tokens = len(cached_prefix) * self.block_size
+        self.num_queried_tokens += sequence.num_tokens
+        self.num_hit_tokens += sequence.num_computed_tokens
+
+    def _load(self, sequence: Sequence, cached_prefix: list[int]) -> list[int]:
+        """The same prefix, all of it in blocks: those on the host will have been copied before the step computes."""
+        if self.host is None or all(block >= 0 for block in cached_prefix):
+            return list(cached_prefix)
+        missing = [i for i, block in enumerate(cached_prefix) if block < 0]
+        # Taken first: making room for them may bring other blocks to the host, and not in their place.
+        slots = [self.host.take(sequence.block_hashes[i]) for i in missing]
+        table = list(cached_prefix)
+        for i, slot, block in zip(missing, slots, self.pool.allocate(len(missing)), strict=True):
+            self._copies.append(BlockCopy(block, slot, to_host=False))
+            self.host.give_back(slot)
+            self.pool.publish(block, sequence.block_hashes[i])
+            self._note_image(sequence, i, block)
+            table[i] = block
+        return table
+
+    def _save(self, block: int, block_hash: bytes) -> None:
+        """A block is about to be reused: keep its copy."""
+        assert self.host is not None
+        slot = self.host.put(block_hash)
+        if slot is not None:
+            self._copies.append(BlockCopy(block, slot, to_host=True))
+
+    def take_copies(self) -> list[BlockCopy]:
+        """What is to be copied, in this order, before anything else is written to any block."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def adopt_cached(self, sequence: Sequence) -> int:
         """Let a running sequence go on from blocks that another one has published since it started.
@@ -69,7 +121,7 @@ class BlockManager:
         Its own, partly filled last block is given back. Returns the number of tokens it need not compute.
         """
         first = sequence.num_computed_tokens // self.block_size
-        found = self._find_cached(sequence, first)
+        found = self._find_cached(sequence, first, host=None)
         if not found:
             return 0
         self.pool.share(found)
@@ -77,6 +129,7 @@ class BlockManager:
         sequence.block_table[first:] = found
         num_saved = (first + len(found)) * self.block_size - sequence.num_computed_tokens
         sequence.num_computed_tokens += num_saved
+        self.num_hit_tokens += num_saved
         return num_saved
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -89,6 +142,12 @@ class BlockManager:
         sequence.block_table += self.pool.allocate(num_missing)
         return True
 
+    def trim(self, sequence: Sequence) -> None:
+        """Take back the blocks behind its computed tokens, which rejected drafts were written to."""
+        num_blocks = self.num_blocks_for(sequence.num_computed_tokens)
+        self.pool.free(reversed(sequence.block_table[num_blocks:]))
+        del sequence.block_table[num_blocks:]
+
     def publish_computed(self, sequence: Sequence, num_computed_before: int) -> None:
         """Make the blocks that became full since `num_computed_before` findable by later sequences."""
         if not self.enable_prefix_caching:
@@ -99,7 +158,24 @@ class BlockManager:
             return
         hashes = extend_block_hashes(sequence, self.block_size)
         for i in range(first, last):
-            self.pool.publish(sequence.block_table[i], hashes[i])
+            block = sequence.block_table[i]
+            self.pool.publish(block, hashes[i])
+            self._note_image(sequence, i, block)
+
+    def _note_image(self, sequence: Sequence, index: int, block: int) -> None:
+        """Remember whether a block that holds the sequence's block `index` has image positions in it."""
+        start = index * self.block_size
+        if sequence.images and sequence.images_between(start, start + self.block_size):
+            self.image_blocks.add(block)
+        elif self.image_blocks:
+            self.image_blocks.discard(block)
+
+    def forget_all(self) -> None:
+        """No later sequence finds what has been published until now."""
+        self.pool.forget_all()
+        self.image_blocks.clear()
+        if self.host is not None:
+            self.host.forget_all()
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back; published ones stay cached, the prefix's beginning longest."""

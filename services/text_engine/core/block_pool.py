@@ -7,7 +7,7 @@ Knows block numbers and hashes only; what is in a block, and how many tokens fit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class OutOfBlocks(Exception):
@@ -18,6 +18,7 @@ class BlockPool:
     """Reference-counted blocks with least-recently-used reuse of unreferenced, published ones."""
 
     def __init__(self, num_blocks: int) -> None:
+        """Whoever keeps copies of blocks sets `on_evicted` and `on_unpublished`."""
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -28,6 +29,10 @@ class BlockPool:
         # Unreferenced blocks that still hold a published prefix, least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
+        # (block, hash): it is about to be reused, and still holds what the hash says.
+        self.on_evicted: Callable[[int, bytes], None] = lambda block, block_hash: None
+        # (hash): what is known by it may be wrong.
+        self.on_unpublished: Callable[[bytes], None] = lambda block_hash: None
 
     @property
     def num_free(self) -> int:
@@ -49,6 +54,14 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
+    def ref_counts(self) -> list[int]:
+        """How many hold each block; a block that nobody holds is free or cached."""
+        return self._ref_counts.copy()
+
+    def cached_blocks(self) -> list[int]:
+        """Least recently used first, the next to be evicted."""
+        return list(self._cached)
+
     def is_published(self, block: int) -> bool:
         return block in self._hash_of
 
@@ -63,6 +76,7 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
+            self.on_evicted(block, self._hash_of[block])
             self._unpublish(block)
             self.num_evictions += 1
         self._ref_counts[block] = 1
@@ -101,7 +115,15 @@ class BlockPool:
         """Make blocks that are in use unfindable: what they hold may be wrong."""
         for block in blocks:
             if block in self._hash_of:
+                self.on_unpublished(self._hash_of[block])
                 self._unpublish(block)
+
+    def forget_all(self) -> None:
+        """Make every block unfindable; those that nobody holds are free."""
+        self._hash_of.clear()
+        self._block_of.clear()
+        self._free.extend(reversed(self._cached))
+        self._cached.clear()
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)

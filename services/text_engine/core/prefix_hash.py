@@ -1,7 +1,8 @@
 """Chain hashes of KV blocks: two blocks share a hash only if everything that shaped their keys and values is equal.
 
 A block's hash covers its parent's hash (hence every token before it), its token ids and, for each image position, which
-image and which rows of it stand there: placeholder ids alone would let one picture answer for another.
+image and which rows of it stand there: placeholder ids alone would let one picture answer for another. The first
+block's parent covers what all of them depend on: the salt and the LoRA adapter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def extend_block_hashes(sequence: Sequence, block_size: int) -> list[bytes]:
     num_full = sequence.num_tokens // block_size
     while len(hashes) < num_full:
         start = len(hashes) * block_size
-        parent = hashes[-1] if hashes else digest(b"root", sequence.cache_salt)
+        parent = hashes[-1] if hashes else digest(b"root", sequence.cache_salt, sequence.adapter_key)
         hashes.append(_block_hash(sequence, parent, start, start + block_size))
     return hashes
 

@@ -2,8 +2,8 @@
 many, and each step moves some of them forward within the token budget.
 
 Order within a step: sequences that wait for one token (decodes), then unfinished prompts, then waiting sequences, each
-by priority and arrival. Memory pressure preempts the last of that order; a preempted sequence is recomputed later.
-Knows nothing of tensors, text or time.
+by priority and arrival; last, guesses at how decodes go on (speculation.py). Memory pressure preempts the last of the
+order; a preempted sequence is recomputed later. Knows nothing of tensors, text or time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from services.text_engine.core.batch import Batch, SampledToken, ScheduledSequen
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
+from services.text_engine.core.speculation import DraftCounts
 from services.text_engine.core.stopping import Finish, check_stop
 
 # Blocks kept free for each running sequence when another one starts: without them the newcomer soon preempts somebody.
@@ -31,12 +32,27 @@ class ImageSource(Protocol):
         ...
 
 
+class Drafter(Protocol):
+    """Guesses at coming tokens, which a step verifies beside its other tokens."""
+
+    def propose(
+        self, sequences: list[Sequence], *, num_step_tokens: int, max_draft_tokens: int
+    ) -> dict[Sequence, list[int]]:
+        """What some sequences that decode in this step may go on with: each at most its own `max_draft_tokens`, all
+        together at most those given here. The step computes `num_step_tokens` without them."""
+        ...
+
+
 class StepOutput(NamedTuple):
-    """What one step did to one sequence: the token appended, and whether that ended it."""
+    """One token that a step appended to a sequence, and whether it ended it. A step may append several.
+
+    num_generated_tokens   the sequence's, with this one and without later ones of the same step
+    """
 
     sequence: Sequence
     sampled: SampledToken
     finish: Finish | None
+    num_generated_tokens: int
 
 
 class Scheduler:
@@ -44,6 +60,7 @@ class Scheduler:
 
     max_prefill_tokens_while_decoding   what prompts get of a step in which a sequence decodes; None: all that is left.
                                         A bidirectional image that begins in the step may take it beyond that
+    drafter                             None: every decode computes one token
     """
 
     def __init__(
@@ -55,6 +72,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         eos_token_ids: AbstractSet[int],
         max_prefill_tokens_while_decoding: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -67,6 +85,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prefill_tokens_while_decoding = max_prefill_tokens_while_decoding
         self.eos_token_ids = eos_token_ids
+        self.drafter = drafter
+        self.draft_counts = DraftCounts()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -102,6 +122,11 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
 
+    def take_draft_counts(self) -> DraftCounts:
+        """What was verified since the last call."""
+        taken, self.draft_counts = self.draft_counts, DraftCounts()
+        return taken
+
     def schedule(self) -> Batch:
         """Choose this step's tokens. An empty batch means: nothing can run until an image arrives or work is added."""
         step = _Step(self.max_num_batched_tokens)
@@ -110,35 +135,54 @@ class Scheduler:
         if step.scheduled and self.max_prefill_tokens_while_decoding is not None:
             step.limit_prompts(self.max_prefill_tokens_while_decoding)
         self._schedule_prompts(step)
-        return Batch(list(step.scheduled.values()))
+        if self.drafter is not None and step.budget > 0:
+            self._add_drafts(step, self.drafter)
+        return Batch(list(step.scheduled.values()), self.blocks.take_copies() if step.scheduled else [])
 
     def update(self, batch: Batch, sampled: Iterable[SampledToken]) -> list[StepOutput]:
-        """Take in what the step computed: one sampled token for each scheduled sequence that reached its end."""
+        """Take in what the step computed: an answer for each scheduled sequence that reached its end."""
         tokens = iter(sampled)
-        outputs = []
+        outputs: list[StepOutput] = []
         for item in batch.scheduled:
             sequence = item.sequence
             token = next(tokens) if item.samples else None
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
-            sequence.num_computed_tokens = item.end
-            if token is None or token.error is None:
+            if token is None:
+                sequence.num_computed_tokens = item.end
                 self.blocks.publish_computed(sequence, item.start)
-            if token is not None:
-                outputs.append(self._append(sequence, token))
+            else:
+                outputs += self._append(item, token)
         return outputs
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
-        if token.error is not None:
+    def _append(self, item: ScheduledSequence, sampled: SampledToken) -> list[StepOutput]:
+        """Let a sequence have its new tokens: the drafts that held, up to one that ends it, and the one after them."""
+        sequence = item.sequence
+        outputs: list[StepOutput] = []
+        finish = None
+        for token in (*sampled.accepted, sampled):
+            if token.error is None:
+                sequence.token_ids.append(token.token_id)
+                finish = check_stop(sequence, self.eos_token_ids)
+            else:
+                finish = Finish("abort")
+            outputs.append(StepOutput(sequence, token, finish, sequence.num_generated_tokens))
+            if finish is not None:
+                break
+        if item.draft_token_ids:
+            self.draft_counts.note(len(item.draft_token_ids), len(sampled.accepted))
+        if sampled.error is None:
+            # All but the last: what was computed behind them were guesses that did not hold.
+            sequence.num_computed_tokens = sequence.num_tokens - 1
+            self.blocks.publish_computed(sequence, item.start)
+        else:
             # Whatever broke its logits may be in the keys and values of its earlier chunks, too.
             self.blocks.pool.unpublish(sequence.block_table)
-            self.finish(sequence)
-            return StepOutput(sequence, token, Finish("abort"))
-        sequence.token_ids.append(token.token_id)
-        finish = check_stop(sequence, self.eos_token_ids)
         if finish is not None:
             self.finish(sequence)
-        return StepOutput(sequence, token, finish)
+        else:
+            self.blocks.trim(sequence)
+        return outputs
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
@@ -256,7 +300,7 @@ class Scheduler:
         """Whether most of what this sequence still needs is computed in this very step for another one: then it waits
         a step and finds it in the prefix cache (the same new picture asked about by many at once)."""
         block_size = self.blocks.block_size
-        if not step.pending_hashes:
+        if not step.pending_hashes or sequence.max_cached_tokens <= num_blocks_done * block_size:
             return False
         hashes = extend_block_hashes(sequence, block_size)
         num_coming = 0
@@ -311,6 +355,21 @@ class Scheduler:
         self.num_preemptions += 1
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
         self._request_images(sequence)
+
+    def _add_drafts(self, step: _Step, drafter: Drafter) -> None:
+        """Let decodes verify guesses at their next tokens with what is left of the step, last of all: nobody gives up
+        a token or a block for a guess."""
+        decodes = [item for item in step.scheduled.values() if item.num_new_tokens == 1 and item.samples]
+        drafts = drafter.propose(
+            [item.sequence for item in decodes],
+            num_step_tokens=self.max_num_batched_tokens - step.budget,
+            max_draft_tokens=step.budget,
+        )
+        for sequence, draft in drafts.items():
+            item = step.scheduled[sequence]
+            assert 0 < len(draft) <= sequence.max_draft_tokens
+            if self.blocks.grow(sequence, item.end + len(draft)):
+                step.add_draft(item, draft)
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
@@ -375,6 +434,13 @@ class _Step:
     def add(self, item: ScheduledSequence) -> None:
         self.scheduled[item.sequence] = item
         self.budget -= item.num_new_tokens
+
+    def add_draft(self, item: ScheduledSequence, draft: list[int]) -> None:
+        assert len(draft) <= self.budget
+        self.scheduled[item.sequence] = item._replace(
+            num_new_tokens=item.num_new_tokens + len(draft), draft_token_ids=tuple(draft)
+        )
+        self.budget -= len(draft)
 
     def drop(self, sequence: Sequence) -> None:
         self.has_preempted = True

@@ -5,6 +5,7 @@ Few facts are stored, the rest is derived; whether a sequence prefills or decode
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -12,10 +13,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from services.text_engine.core.prompt_lookup import PromptLookup
 from shared.sampling import SamplingParams
 from shared.wire import Attention
 
 PRIORITY_HEAD_START = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """One prompt token given those before it: log-probability, rank (1: the likeliest); the best tokens, best first."""
+
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
 
 
 class SequenceStatus(Enum):
@@ -51,6 +63,15 @@ class ImageSpan:
         return slice(self.first_row + start - self.start, self.first_row + end - self.start)
 
 
+class RowProcessor(Protocol):
+    """The operator's own changes of one sequence's logits: carried here, used in runner/logits_processors.py."""
+
+    @property
+    def apply(self) -> Callable[..., None]:
+        """(row of logits, token ids generated so far); in place"""
+        ...
+
+
 class TokenFilter(Protocol):
     """Which tokens may come next in one sequence. Used by the sampler, carried by the sequence: it lives as long.
 
@@ -77,11 +98,16 @@ class Sequence:
 
     arrival             grows by one with every added sequence
     images              spans in ascending order, within the prompt
+    adapter             number of the LoRA adapter that computes it; 0: the model itself
+    adapter_key         digest of that adapter's name and content; empty: the model itself
     max_total_tokens    prompt and answer together may not grow beyond this
     num_cached_tokens   prompt tokens found in the prefix cache when first scheduled; None until then
     block_hashes        chain hashes of the leading full blocks, computed as far as somebody asked
     token_filter        None: every token may come next
+    processors          None: nobody changes its logits
+    prompt_logprobs     of tokens 1, 2 … of the prompt as far as they are computed, if they are wanted
     awaited_image       what kept it from starting when it was last tried
+    lookup              guesses at its next tokens; made when somebody first asks
     """
 
     request_id: str
@@ -94,6 +120,8 @@ class Sequence:
     arrival: int = 0
     images: tuple[ImageSpan, ...] = ()
     cache_salt: bytes = b""
+    adapter: int = 0
+    adapter_key: bytes = b""
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
@@ -101,7 +129,15 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     token_filter: TokenFilter | None = None
+    processors: RowProcessor | None = None
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     awaited_image: ImageSpan | None = None
+    lookup: PromptLookup | None = None
+
+    def drop_helpers(self) -> None:
+        """Its request is over: whoever still remembers the sequence keeps nothing large alive."""
+        self.token_filter = self.processors = self.lookup = None
+        self.prompt_logprobs = []  # a new list: the old one may be on its way to the client
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +154,28 @@ class Sequence:
     @property
     def generated_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Of a request's choices the first is asked: they have one prompt."""
+        return self.sampling.prompt_logprobs is not None and self.index == 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Leading tokens that the prefix cache may spare it to compute.
+
+        Never the last, or there would be no logits to sample from; nor those whose log-probabilities are yet to come.
+        """
+        num_before_last = len(self.token_ids) - 1
+        if self.sampling.prompt_logprobs is None or not self.wants_prompt_logprobs:
+            return num_before_last
+        num_known = len(self.prompt_logprobs)
+        return num_before_last if num_known == self.num_prompt_tokens - 1 else num_known
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """If all of so many guesses hold, the token after them is the last one allowed."""
+        return self.max_total_tokens - self.num_tokens - 1
 
     @property
     def order(self) -> tuple[int, int]:

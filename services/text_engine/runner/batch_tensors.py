@@ -15,6 +15,7 @@ from services.text_engine.core.batch import Batch
 from services.text_engine.runner.grid_positions import grid_positions
 
 ALIGNMENT = 16  # bytes; what the kernels read in one go
+MAX_DECODE_ROW = 16  # tokens of a row with a draft; a prompt's last few are as good as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class BatchArrays:
     """What every rank needs to know of a step, on the host. Shapes as in `BatchTensors` and `AttentionMetadata`.
 
     num_image_rows  rows of the batch that hold an image's embedding instead of their token's
+    prompt_rows     [num_scored] int64; rows of every `scored_positions`, in batch order; None: there are none
+    adapter_of_token  [num_tokens] int32; numbers of LoRA adapters, 0 for the model itself; None: it is all of them
     """
 
     token_ids: NDArray[np.int64]
@@ -33,15 +36,23 @@ class BatchArrays:
     slot_mapping: NDArray[np.int64]
     image_spans: NDArray[np.int32] | None = None
     num_image_rows: int = 0
+    prompt_rows: NDArray[np.int64] | None = None
+    adapter_of_token: NDArray[np.int32] | None = None
 
     @property
     def num_seqs(self) -> int:
         return len(self.seq_lens)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def is_decode(self) -> bool:
-        """One new token for each sequence, and none of them an image's."""
-        return len(self.token_ids) == self.num_seqs and not self.num_image_rows and self.image_spans is None
+        """One new token for each sequence, or, with drafts, a few; and none of them an image's."""
+        if self.num_image_rows or self.image_spans is not None:
+            return False
+        return self.num_tokens == self.num_seqs or int(np.diff(self.cu_seqlens_q).max()) <= MAX_DECODE_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,8 @@ class BatchTensors:
 
     token_ids      [num_tokens] int64
     positions      [num_tokens] int64; [3, num_tokens] where they have three coordinates
-    sampling_rows  [num_sampling] int64; the last row of each sequence that reaches its end, in batch order
+    sampling_rows  [num_sampling] int64; the last rows of each sequence that reaches its end, in batch order: one, and
+                   one more for each draft token
     """
 
     token_ids: torch.Tensor
@@ -72,14 +84,17 @@ def build_batch_arrays(batch: Batch, block_size: int, *, has_grid_positions: boo
     block_tables = np.zeros((len(items), max(-(-item.end // block_size) for item in items)), dtype=np.int32)
     num_image_rows = 0
     image_spans = None
+    prompt_rows: list[int] = []
+    adapters = [item.sequence.adapter for item in items]
     for i, item in enumerate(items):
         sequence = item.sequence
         if item.num_new_tokens == 1:
             token_ids[cu_seqlens[i]] = sequence.token_ids[item.start]
         else:
-            token_ids[cu_seqlens[i] : cu_seqlens[i + 1]] = sequence.token_ids[item.start : item.end]
+            token_ids[cu_seqlens[i] : cu_seqlens[i + 1]] = item.token_ids
         num_blocks = -(-item.end // block_size)
         block_tables[i, :num_blocks] = sequence.block_table[:num_blocks]
+        prompt_rows += [int(cu_seqlens[i]) + position - item.start for position in item.scored_positions]
         for span in sequence.images_between(item.start, item.end):
             first, last = max(span.start, item.start), min(span.end, item.end)
             num_image_rows += last - first
@@ -89,6 +104,7 @@ def build_batch_arrays(batch: Batch, block_size: int, *, has_grid_positions: boo
                 offset = cu_seqlens[i] - item.start
                 image_spans[offset + first : offset + last] = span.start, span.end
 
+    ends_q = cu_seqlens[1:].tolist()
     row_of_token = np.repeat(np.arange(len(items)), num_new)
     indices = np.arange(total, dtype=np.int64) + np.repeat(ends - cu_seqlens[1:], num_new)
     blocks = block_tables[row_of_token, indices // block_size].astype(np.int64)
@@ -98,13 +114,18 @@ def build_batch_arrays(batch: Batch, block_size: int, *, has_grid_positions: boo
     return BatchArrays(
         token_ids=token_ids,
         positions=positions,
-        sampling_rows=np.array([cu_seqlens[i + 1] - 1 for i, item in enumerate(items) if item.samples], dtype=np.int64),
+        sampling_rows=np.array(
+            [row for i, item in enumerate(items) for row in range(ends_q[i] - item.num_sampling_rows, ends_q[i])],
+            dtype=np.int64,
+        ),
         cu_seqlens_q=cu_seqlens,
         seq_lens=ends,
         block_tables=block_tables,
         slot_mapping=blocks * block_size + indices % block_size,
         image_spans=image_spans,
         num_image_rows=num_image_rows,
+        prompt_rows=np.array(prompt_rows, dtype=np.int64) if prompt_rows else None,
+        adapter_of_token=np.repeat(np.array(adapters, dtype=np.int32), num_new) if any(adapters) else None,
     )
 
 

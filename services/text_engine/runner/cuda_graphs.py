@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: the hundreds of launches of a forward pass become one.
 
-A graph is captured for each of a few batch sizes and reads its inputs from fixed memory. A step is padded to the next
-size: padding rows belong to no sequence, store nothing and see nothing. What is captured ends with the decoder's last
-norm; which rows need logits differs from step to step.
+A graph is captured for each of a few numbers of tokens and reads its inputs from fixed memory. A step is padded to the
+next size: padding rows belong to no sequence, store nothing and see nothing. A graph has room for as many sequences as
+tokens, so rows with drafts, of fewer sequences, fit it as well. What is captured ends with the decoder's last norm;
+which rows need logits differs from step to step.
 
 All of it runs on any device, and is tested with a `Capture` that simply runs the function again.
 """
@@ -31,20 +32,20 @@ GRAPH_BYTES: Final = 16 << 20  # what a graph of some hundred launches takes bes
 Forward = Callable[[BatchTensors], torch.Tensor]
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every eighth, and max_num_seqs itself."""
-    sizes = {1, 2, 4, *range(SIZE_STEP, max_num_seqs + 1, SIZE_STEP), max_num_seqs}
-    return sorted(size for size in sizes if size <= max_num_seqs)
+def graph_sizes(max_num_tokens: int) -> list[int]:
+    """1, 2, 4, then every eighth, and max_num_tokens itself."""
+    sizes = {1, 2, 4, *range(SIZE_STEP, max_num_tokens + 1, SIZE_STEP), max_num_tokens}
+    return sorted(size for size in sizes if size <= max_num_tokens)
 
 
-def graph_memory_bytes(config: ModelConfig, max_num_seqs: int, dtype: torch.dtype) -> int:
+def graph_memory_bytes(config: ModelConfig, max_num_tokens: int, dtype: torch.dtype) -> int:
     """An estimate of what the graphs will hold, for planning: their tensors share one pool, as large as the largest."""
     per_token = 4 * config.hidden_size + 2 * config.num_heads * config.head_dim + 3 * config.intermediate_size
-    return GRAPH_BYTES * len(graph_sizes(max_num_seqs)) + max_num_seqs * per_token * dtype.itemsize
+    return GRAPH_BYTES * len(graph_sizes(max_num_tokens)) + max_num_tokens * per_token * dtype.itemsize
 
 
 class Graphs:
-    """A forward pass, captured for several numbers of sequences with one new token each.
+    """A forward pass, captured for several numbers of tokens: one for each sequence, and its drafts.
 
     forward             from a batch, padded, to hidden rows [num_tokens, hidden_size]
     max_blocks          of any sequence
@@ -78,17 +79,21 @@ class Graphs:
         )
 
     def fit(self, arrays: BatchArrays) -> bool:
+        """Adapters' rows differ from step to step: what was captured is the model itself."""
         return (
-            arrays.is_decode and arrays.num_seqs <= self._sizes[-1] and arrays.block_tables.shape[1] <= self._max_blocks
+            arrays.is_decode
+            and arrays.adapter_of_token is None
+            and arrays.num_tokens <= self._sizes[-1]
+            and arrays.block_tables.shape[1] <= self._max_blocks
         )
 
     def run(self, arrays: BatchArrays) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a batch that fits: hidden rows [num_seqs, hidden_size], good until the next run, and its sampling_rows
+        """For a batch that fits: hidden rows [num_tokens, hidden_size], good until the next run, and its sampling_rows
         on the device."""
-        size = self._sizes[bisect.bisect_left(self._sizes, arrays.num_seqs)]
+        size = self._sizes[bisect.bisect_left(self._sizes, arrays.num_tokens)]
         inputs, replay = self._captured[size]
         inputs.fill(arrays)
-        hidden = replay()[: arrays.num_seqs]
+        hidden = replay()[: arrays.num_tokens]
         return hidden, inputs.tensors.sampling_rows[: len(arrays.sampling_rows)]
 
     def _record(self, forward: Forward, size: int, capture: Capture) -> tuple[_Inputs, Replay]:
@@ -133,7 +138,7 @@ class _Inputs:
     def fill(self, arrays: BatchArrays) -> None:
         """One copy to the device, of what is used only, and two on it; nothing waits."""
         num_seqs, num_blocks = arrays.block_tables.shape
-        padding = self._size - num_seqs
+        padding, seq_padding = self._size - arrays.num_tokens, self._size - num_seqs
         packing = Packing([*self._rows, (torch.int32, (num_seqs, num_blocks))])
         packed = packing.pack(
             [
@@ -141,8 +146,8 @@ class _Inputs:
                 np.pad(arrays.positions, [(0, 0)] * (arrays.positions.ndim - 1) + [(0, padding)]),
                 np.pad(arrays.sampling_rows, (0, self._size - len(arrays.sampling_rows))),
                 np.pad(arrays.slot_mapping, (0, padding), constant_values=-1),
-                np.pad(arrays.cu_seqlens_q, (0, padding), mode="edge"),
-                np.pad(arrays.seq_lens, (0, padding)),
+                np.pad(arrays.cu_seqlens_q, (0, seq_padding), mode="edge"),
+                np.pad(arrays.seq_lens, (0, seq_padding)),
                 arrays.block_tables,
             ],
             pin_memory=self._device.type == "cuda",

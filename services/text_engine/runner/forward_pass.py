@@ -3,25 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from services.text_engine.models.decoder import Decoder
+from services.text_engine.core.host_blocks import BlockCopy
+from services.text_engine.models.interface import CausalModel
+from services.text_engine.models.lora.adapted import LoadedAdapters
 from services.text_engine.runner.batch_tensors import BatchArrays, BatchTensors, to_tensors
 from services.text_engine.runner.cuda_graphs import Graphs
+from services.text_engine.runner.host_tier import HostTier
 from shared.cuda_capture import Capture
 
 MergeImages = Callable[[torch.Tensor], None]
+TakeLogits = Callable[[torch.Tensor], None]
+PROMPT_LOGITS_BYTES: Final = 32 << 20  # of the logits of a prompt's tokens that exist at one time
 
 
 class ForwardPass:
-    """kv_caches: one tensor per layer in the attention backend's own layout."""
+    """kv_caches   one tensor per layer in the attention backend's own layout
+    adapters    those that the decoder's products take part in; None: there will be none
+    """
 
-    def __init__(self, decoder: Decoder, kv_caches: list[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: CausalModel,
+        kv_caches: list[torch.Tensor],
+        device: torch.device,
+        adapters: LoadedAdapters | None = None,
+    ) -> None:
         self._decoder = decoder
+        self._adapters = adapters
         self._kv_caches = kv_caches
         self._device = device
         self._graphs: Graphs | None = None
+        self._capture_again: Callable[[], None] | None = None
+
+    def copy_blocks(self, copies: list[BlockCopy], host_tier: HostTier) -> None:
+        host_tier.copy(copies, self._kv_caches)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return sum(kv_cache.nbytes for kv_cache in self._kv_caches)
+
+    def release_kv_cache(self) -> None:
+        """Give its memory back, and the graphs', which have its addresses in them; nothing can run until `restore`."""
+        self._graphs = None
+        self._kv_caches.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore_kv_cache(self, kv_caches: list[torch.Tensor]) -> None:
+        """Go on with new caches of the same shapes; without any, as before, if the graphs cannot be captured."""
+        self._kv_caches += kv_caches
+        if self._capture_again is not None:
+            try:
+                self._capture_again()
+            except BaseException:
+                self.release_kv_cache()
+                raise
 
     @torch.inference_mode()
     def capture(self, capture: Capture, sizes: list[int], *, max_blocks: int) -> None:
@@ -29,6 +73,7 @@ class ForwardPass:
 
         max_blocks  of any sequence
         """
+        self._capture_again = partial(self.capture, capture, sizes, max_blocks=max_blocks)
         self._graphs = Graphs(
             self._forward,
             sizes,
@@ -39,23 +84,43 @@ class ForwardPass:
         )
 
     @torch.inference_mode()
-    def run(self, arrays: BatchArrays, merge_images: MergeImages) -> torch.Tensor:
-        """The logits [num_sampling, vocab_size] fp32 of the rows that are to be sampled; on rank 0.
+    def run(
+        self, arrays: BatchArrays, merge_images: MergeImages, take_prompt_logits: TakeLogits | None = None
+    ) -> torch.Tensor:
+        """The logits [num_sampling, vocab_size] fp32 of the rows that are to be sampled, drafts' too; on rank 0.
 
-        merge_images  overwrites rows of the batch's embeddings [num_tokens, hidden_size], in place, with images'
+        merge_images        overwrites rows of the batch's embeddings [num_tokens, hidden_size], in place, with images'
+        take_prompt_logits  is given those of `arrays.prompt_rows`, some [num_rows, vocab_size] fp32 at a time; rank 0's
         """
         if self._graphs is not None and self._graphs.fit(arrays):
             hidden, sampling_rows = self._graphs.run(arrays)
         else:
             tensors = to_tensors(arrays, self._device)
-            hidden = self._forward(tensors, merge_images if arrays.num_image_rows else None)
+            with self._with_adapters(arrays.adapter_of_token):
+                hidden = self._forward(tensors, merge_images if arrays.num_image_rows else None)
             sampling_rows = tensors.sampling_rows
+        if arrays.prompt_rows is not None:
+            self._compute_prompt_logits(hidden, torch.from_numpy(arrays.prompt_rows), take_prompt_logits)
         if not len(sampling_rows):
             return hidden[:0]
         return self._decoder.compute_logits(hidden[sampling_rows])
+
+    def _compute_prompt_logits(self, hidden: torch.Tensor, rows: torch.Tensor, take: TakeLogits | None) -> None:
+        """A collective where there are ranks: each makes its part of the logits, the first has somebody take them."""
+        num_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * self._decoder.config.vocab_size))
+        for portion in torch.split(rows.to(hidden.device), num_rows_at_once):
+            logits = self._decoder.compute_logits(hidden[portion])
+            if take is not None:
+                take(logits)
 
     def _forward(self, tensors: BatchTensors, merge_images: MergeImages | None = None) -> torch.Tensor:
         hidden = self._decoder.embed(tensors.token_ids)
         if merge_images is not None:
             merge_images(hidden)
         return self._decoder.forward(hidden, tensors.positions, self._kv_caches, tensors.attention)
+
+    def _with_adapters(self, adapter_of_token: NDArray[np.int32] | None) -> AbstractContextManager[None]:
+        if self._adapters is None:
+            assert adapter_of_token is None
+            return nullcontext()
+        return self._adapters.applied(adapter_of_token)

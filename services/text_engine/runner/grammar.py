@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from services.text_engine.tokenizer import Tokenizer
 from shared.errors import InvalidRequest
+from shared.reasoning import ReasoningMarks, ReasoningStart
 from shared.sampling import Constraint
 
 if TYPE_CHECKING:
@@ -99,8 +100,16 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: AbstractSet[int], num_workers: int
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: AbstractSet[int],
+        num_workers: int,
+        reasoning: ReasoningMarks | None = None,
     ) -> None:
+        """reasoning   how the model marks it; the tokenizer shows these marks as text"""
+        self._reasoning = reasoning
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(t for t in eos_token_ids if t < vocab_size)
@@ -108,16 +117,21 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
-    def check(self, constraint: Constraint) -> None:
-        """Compile it if it is new: milliseconds, seldom more. Raises InvalidRequest with the reason and its field."""
-        self._compiled(constraint)
+    def check(self, constraint: Constraint, start: ReasoningStart | None = None) -> None:
+        """Compile it if it is new: milliseconds, seldom more. Raises InvalidRequest with the reason and its field.
 
-    def matcher(self, constraint: Constraint) -> GrammarMatcher:
+        start   how the answer begins: the constraint holds for what comes after the reasoning
+        """
+        self._compiled(constraint, start)
+
+    def matcher(self, constraint: Constraint, start: ReasoningStart | None = None) -> GrammarMatcher:
         """A matcher at the beginning of an answer. Raises as `check`."""
-        return GrammarMatcher(self._compiled(constraint), self._eos_token_ids, self._workers)
+        return GrammarMatcher(self._compiled(constraint, start), self._eos_token_ids, self._workers)
 
-    def _compile(self, constraint: Constraint) -> _Compiled:
+    def _compile(self, constraint: Constraint, start: ReasoningStart | None) -> _Compiled:
         grammar = _library_grammar(constraint)
+        if start is not None and self._reasoning is not None:
+            grammar = _after_reasoning(grammar, self._reasoning, start)
         with self._lock:
             vocabulary = self._vocabulary
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
@@ -172,6 +186,22 @@ def _library_grammar(constraint: Constraint) -> str:
                 return grammar_from("grammar", constraint.value)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"{constraint.param}: {_short(str(error))}", param=constraint.param) from None
+
+
+def _after_reasoning(grammar: str, marks: ReasoningMarks, start: ReasoningStart) -> str:
+    """Anything up to the mark that closes the reasoning, then what `grammar` allows."""
+    opening, closing = json.dumps(marks.opening), json.dumps(marks.closing)
+    begin = "reasoning" if start == "open" else f"({opening} reasoning)?"
+    rules = [
+        f"start: {begin} @answer",
+        r"reasoning: thought /\n{0,2}/",
+        f"thought[suffix={closing}]: /(?s:.*)/",
+    ]
+    try:
+        answer = json.loads(grammar)["grammars"][0]
+    except ValueError:
+        answer = {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**answer, "name": "answer"}]})
 
 
 def _short(reason: str) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from shared.resources import available_memory_bytes
+from shared.settings import parse_size
 
 BLOCK_SIZE = 16
 CPU_SHARE = 0.25  # of the available memory, if nobody says otherwise: the encoder and the page cache need the rest
 CPU_MAX_BYTES = 2 << 30
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class KVCacheTooSmall(ValueError):
@@ -34,15 +33,6 @@ class KVCachePlan:
     @property
     def size_bytes(self) -> int:
         return self.num_blocks * self.bytes_per_block
-
-
-def parse_size(text: str) -> int:
-    """ "512MiB", "2 GiB" or plain bytes -> bytes. Raises ValueError naming the forms that are known."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
-    unit = match.group(2) if match else None
-    if match is None or (unit not in _UNITS and f"{unit}B" not in _UNITS):
-        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match.group(1)) * _UNITS[unit if unit in _UNITS else f"{unit}B"])
 
 
 def memory_budget(device: torch.device, kv_cache_memory: str | None, gpu_memory_utilization: float) -> int:

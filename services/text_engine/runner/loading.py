@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,24 +14,34 @@ from services.text_engine.attention.interface import AttentionBackend
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.kernels import reference
+from services.text_engine.kernels.grouped_weight import GroupedWeight
 from services.text_engine.kernels.interface import Kernels
 from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import load_native
 from services.text_engine.kernels.native_matmul import PackedLinear, packing_pays
+from services.text_engine.kernels.native_quantized import NativeQuantizedLinear, UnpackingLinear
+from services.text_engine.kernels.quant_layout import from_grouped
 from services.text_engine.models.config import ModelConfig
-from services.text_engine.models.decoder import Decoder
-from services.text_engine.models.layers import Linear, MakeProduct
+from services.text_engine.models.interface import CausalModel
+from services.text_engine.models.layers import Linear, MakeProduct, MakeQuantizedProduct, Product
+from services.text_engine.models.lora.adapted import LoadedAdapters
+from services.text_engine.models.quantization.on_the_fly import quantizer
+from services.text_engine.models.sharding import Shard
+from services.text_engine.models.transformers_decoder import load_transformers_decoder
 from services.text_engine.models.weights import load_decoder, random_decoder
 from services.text_engine.runner.cuda_graphs import graph_memory_bytes, graph_sizes
 from services.text_engine.runner.device_sampling import DrawTokens
 from services.text_engine.runner.forward_pass import ForwardPass
+from services.text_engine.runner.host_tier import HostTier, host_tier_pays
 from services.text_engine.runner.image_inputs import MergeRows
 from services.text_engine.runner.kv_cache import BLOCK_SIZE, KVCachePlan, memory_budget, plan_kv_cache
+from services.text_engine.runner.lora_modules import AdaptedModel, adapters_of_rank, read_lora_modules
 from services.text_engine.runner.tensor_parallel import ProcessRanks
 from shared.cuda_capture import CudaCapture
 from shared.device import choose_device, choose_dtype
 from shared.log import get_logger
 from shared.resources import available_cores
+from shared.settings import parse_size
 from shared.torch_io import dtype_name
 
 log = get_logger(__name__)
@@ -47,6 +58,7 @@ class DeviceParts:
     attention: AttentionBackend
     kernels: Kernels
     make_product: MakeProduct = Linear
+    make_quantized: MakeQuantizedProduct = UnpackingLinear
     merge_rows: MergeRows | None = None
     draw_tokens: DrawTokens | None = None
 
@@ -55,16 +67,21 @@ class DeviceParts:
 class LoadedModel:
     """What one rank holds.
 
-    parts  the kernels for its device
+    allocate_kv_caches  makes what `forward_pass` has one of already
+    parts               the kernels for its device
+    host_tier           where evicted blocks are copied to, if anywhere
+    adapted             what it needs for LoRA adapters, if it may have any
     """
 
-    decoder: Decoder
-    kv_caches: list[torch.Tensor]
+    decoder: CausalModel
+    allocate_kv_caches: Callable[[], list[torch.Tensor]]
     plan: KVCachePlan
     forward_pass: ForwardPass
     parts: DeviceParts
     dtype: torch.dtype
     device: torch.device
+    host_tier: HostTier | None = None
+    adapted: AdaptedModel | None = None
 
 
 def rank_device(settings: TextEngineSettings, index: int) -> torch.device:
@@ -99,18 +116,19 @@ def load_model(
         device=str(device),
         threads=torch.get_num_threads(),
     )
-    load = random_decoder if settings.load_format == "dummy" else partial(load_decoder, settings.model)
-    decoder = load(
-        config,
-        parts.attention,
-        parts.kernels,
-        dtype=dtype,
-        device=device,
-        make_product=parts.make_product,
-        ranks=ranks,
-    )
-    uses_graphs = device.type == "cuda" and settings.attention_backend != "reference" and not settings.enforce_eager
-    reserved = graph_memory_bytes(decoder.config, settings.max_num_seqs, dtype) if uses_graphs else 0
+    shard = None if ranks is None else Shard(ranks.index, ranks.size)
+    adapters = adapters_of_rank(settings, config, parts.make_product, dtype, device, shard)
+    first = read_lora_modules(settings, config)
+    is_ours = config.implementation == "native"
+    load = partial(_load, adapters=adapters) if is_ours else _load_by_transformers
+    decoder = load(settings, config, parts, dtype, device, ranks)
+    for number, files in enumerate(first, start=1):
+        assert adapters is not None
+        adapters.put(number, files)
+    uses_graphs = _can_use_graphs(settings, config, device)
+    reserved = graph_memory_bytes(decoder.config, _max_graph_tokens(settings), dtype) if uses_graphs else 0
+    if adapters is not None and settings.lora_folder is not None:
+        reserved += (settings.max_loras - len(first)) * adapters.bytes_of(settings.max_lora_rank)
     plan = _plan(settings, decoder, parts.attention, device, ranks, reserved)
     log.info(
         "KV cache",
@@ -120,12 +138,109 @@ def load_model(
         max_model_len=plan.max_model_len,
     )
     attention = parts.attention
-    kv_caches = [attention.allocate_kv_cache(plan.num_blocks, BLOCK_SIZE, shape) for shape in decoder.attention_shapes]
-    forward_pass = ForwardPass(decoder, kv_caches, device)
+
+    def allocate_kv_caches() -> list[torch.Tensor]:
+        shapes = decoder.attention_shapes
+        return [attention.allocate_kv_cache(plan.num_blocks, BLOCK_SIZE, shape) for shape in shapes]
+
+    kv_caches = allocate_kv_caches()
+    forward_pass = ForwardPass(decoder, kv_caches, device, adapters)
     if uses_graphs:
-        sizes = graph_sizes(settings.max_num_seqs)
+        sizes = graph_sizes(_max_graph_tokens(settings))
         forward_pass.capture(CudaCapture(device), sizes, max_blocks=-(-plan.max_model_len // BLOCK_SIZE))
-    return LoadedModel(decoder, kv_caches, plan, forward_pass, parts, dtype, device)
+    tier = _host_tier(settings, kv_caches, attention.kv_block_dim, plan.bytes_per_block, device)
+    adapted = None if adapters is None else AdaptedModel(config, adapters, [files.identity for files in first])
+    return LoadedModel(decoder, allocate_kv_caches, plan, forward_pass, parts, dtype, device, tier, adapted)
+
+
+def _load(
+    settings: TextEngineSettings,
+    config: ModelConfig,
+    parts: DeviceParts,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: ProcessRanks | None,
+    adapters: LoadedAdapters | None,
+) -> CausalModel:
+    load = random_decoder if settings.load_format == "dummy" else partial(load_decoder, settings.model)
+    return load(
+        config,
+        parts.attention,
+        parts.kernels,
+        dtype=dtype,
+        device=device,
+        make_product=parts.make_product,
+        make_quantized=parts.make_quantized,
+        quantize=None if settings.quantization is None else quantizer(settings.quantization, device),
+        ranks=ranks,
+        adapt=None if adapters is None else adapters.adapt,
+    )
+
+
+def _load_by_transformers(
+    settings: TextEngineSettings,
+    config: ModelConfig,
+    parts: DeviceParts,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: ProcessRanks | None,
+) -> CausalModel:
+    refused = {
+        "tensor_parallel_size": ranks is not None,
+        "quantization": settings.quantization is not None,
+        "batch_invariant": settings.batch_invariant,
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"{config.architecture} is served by transformers' own code, which does not work with {', '.join(names)}"
+        )
+    log.warning("served by transformers' own code: slower than a native family", architecture=config.architecture)
+    return load_transformers_decoder(
+        settings.model,
+        config,
+        parts.attention,
+        dtype=dtype,
+        device=device,
+        block_size=BLOCK_SIZE,
+        random_weights=settings.load_format == "dummy",
+    )
+
+
+def _can_use_graphs(settings: TextEngineSettings, config: ModelConfig, device: torch.device) -> bool:
+    """Not for mixtures of experts: how many rows an expert gets differs from step to step."""
+    is_ours = config.implementation == "native" and config.moe is None
+    wants = settings.attention_backend != "reference" and not settings.enforce_eager
+    if device.type == "cuda" and wants and not is_ours:
+        log.info("no CUDA graphs for this model", architecture=config.architecture)
+    return device.type == "cuda" and wants and is_ours
+
+
+def _host_tier(
+    settings: TextEngineSettings,
+    kv_caches: list[torch.Tensor],
+    block_dim: int,
+    bytes_per_block: int,
+    device: torch.device,
+) -> HostTier | None:
+    if settings.host_cache_memory is None:
+        return None
+    if not host_tier_pays(device):
+        raise ValueError(
+            "host_cache_memory is for GPUs: on a CPU the KV cache is in host memory already; raise kv_cache_memory"
+        )
+    if settings.tensor_parallel_size > 1:
+        raise ValueError("host_cache_memory works with tensor_parallel_size 1 only")
+    num_slots = parse_size(settings.host_cache_memory) // bytes_per_block
+    if num_slots < 1:
+        raise ValueError(f"host_cache_memory is {settings.host_cache_memory}; one block takes {bytes_per_block} bytes")
+    log.info("host memory for evicted blocks", blocks=num_slots, mib=num_slots * bytes_per_block >> 20)
+    return HostTier(kv_caches, block_dim, num_slots)
+
+
+def _max_graph_tokens(settings: TextEngineSettings) -> int:
+    """Of a step that runs as a graph: every sequence's next token, or one sequence's with a draft."""
+    num_draft_tokens = 0 if settings.speculative == "off" else settings.num_speculative_tokens
+    return max(settings.max_num_seqs, 1 + num_draft_tokens)
 
 
 def _set_threads(num_threads: int | None, num_ranks: int) -> None:
@@ -136,6 +251,8 @@ def _set_threads(num_threads: int | None, num_ranks: int) -> None:
 
 def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> DeviceParts:
     """Triton's kernels on a GPU, the compiled ones on a CPU where they exist and are wanted, else plain PyTorch."""
+    if settings.batch_invariant:
+        _check_can_be_invariant(settings, device, dtype)
     if settings.attention_backend == "triton" or (settings.attention_backend == "auto" and device.type == "cuda"):
         return _triton_parts(settings, device, dtype)
     if settings.kv_cache_dtype != "auto":
@@ -145,14 +262,29 @@ def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torc
     wants_native = settings.attention_backend != "reference" and not settings.enforce_eager
     library = load_native() if device.type == "cpu" and wants_native else None
     if library is not None and dtype in (torch.bfloat16, torch.float32):
-        make_product = partial(PackedLinear, library) if packing_pays(library, dtype) else Linear
-        return DeviceParts(CpuAttention(library, dtype), NativeKernels(library), make_product)
+        packs = settings.batch_invariant or packing_pays(library, dtype)
+        make_product = partial(PackedLinear, library) if packs else Linear
+        make_quantized = partial(NativeQuantizedLinear, library)
+        return DeviceParts(CpuAttention(library, dtype), NativeKernels(library), make_product, make_quantized)
     if settings.attention_backend == "cpu":
         raise ValueError(
             "attention_backend is 'cpu', but its compiled kernels cannot be used here (device "
             f"{device}, dtype {dtype_name(dtype)}); use 'auto' or 'reference'"
         )
     return DeviceParts(TorchReferenceAttention(dtype, device), reference)
+
+
+def _check_can_be_invariant(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where products or attention are somebody else's, who promises nothing of the kind."""
+    is_plain = settings.attention_backend in ("reference", "triton") or settings.enforce_eager
+    if device.type != "cpu" or is_plain or settings.tensor_parallel_size > 1 or load_native() is None:
+        raise ValueError(
+            "batch_invariant needs the compiled CPU kernels, one process and no other attention backend (device "
+            f"{device}, attention_backend {settings.attention_backend!r}, enforce_eager {settings.enforce_eager}, "
+            f"tensor_parallel_size {settings.tensor_parallel_size})"
+        )
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"batch_invariant works in bfloat16 and float32, not in {dtype_name(dtype)}")
 
 
 def _triton_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> DeviceParts:
@@ -163,19 +295,27 @@ def _triton_parts(settings: TextEngineSettings, device: torch.device, dtype: tor
     try:  # torch's builds for CPUs come without it
         from services.text_engine.attention.triton_backend import TritonAttention
         from services.text_engine.kernels.merge_rows import merge_rows
+        from services.text_engine.kernels.quant_matmul import QuantLinear, make_arrivals
         from services.text_engine.kernels.sample import sample
         from services.text_engine.kernels.triton_kernels import TritonKernels
     except ModuleNotFoundError as error:
         raise ValueError(f"on a GPU the engine needs the package triton ({error}); or use 'reference'") from error
     attention = TritonAttention(
-        dtype, device, max_num_seqs=settings.max_num_seqs, kv_cache_format=settings.kv_cache_dtype
+        dtype, device, max_num_seqs=_max_graph_tokens(settings), kv_cache_format=settings.kv_cache_dtype
     )
-    return DeviceParts(attention, TritonKernels(), merge_rows=merge_rows, draw_tokens=sample)
+    arrivals = make_arrivals(device)
+
+    def make_quantized(weight: GroupedWeight, bias: torch.Tensor | None) -> Product:
+        return QuantLinear(from_grouped(weight), bias, arrivals)
+
+    return DeviceParts(
+        attention, TritonKernels(), make_quantized=make_quantized, merge_rows=merge_rows, draw_tokens=sample
+    )
 
 
 def _plan(
     settings: TextEngineSettings,
-    decoder: Decoder,
+    decoder: CausalModel,
     attention: AttentionBackend,
     device: torch.device,
     ranks: ProcessRanks | None,

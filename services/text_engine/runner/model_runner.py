@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 
 from services.text_engine.core.batch import Batch, SampledToken
+from services.text_engine.runner.acceptance import sample_and_accept
 from services.text_engine.runner.batch_tensors import BatchArrays, build_batch_arrays
 from services.text_engine.runner.forward_pass import ForwardPass
+from services.text_engine.runner.host_tier import HostTier
 from services.text_engine.runner.image_inputs import EmbeddingReader, MergeRows, merge_image_rows
+from services.text_engine.runner.prompt_logprobs import PromptScorer
 from services.text_engine.runner.sampler import Sampler
 from services.text_engine.runner.tensor_parallel import Workers
 
 
 class ModelRunner:
     """forward_pass        over KV caches with blocks of `block_size` tokens
+    allocate_kv_caches  makes such caches again
     has_grid_positions  whether the model's positions have three coordinates
     merge_rows          see `merge_image_rows`
     workers             the other ranks of the model, if there are any
+    host_tier           where evicted blocks are copied to, if anywhere
     """
 
     def __init__(
@@ -24,23 +32,29 @@ class ModelRunner:
         forward_pass: ForwardPass,
         sampler: Sampler,
         embeddings: EmbeddingReader,
+        allocate_kv_caches: Callable[[], list[torch.Tensor]],
         *,
         block_size: int,
         has_grid_positions: bool = False,
         merge_rows: MergeRows | None = None,
         workers: Workers | None = None,
+        host_tier: HostTier | None = None,
     ) -> None:
         self._forward_pass = forward_pass
         self._sampler = sampler
         self._embeddings = embeddings
+        self._allocate_kv_caches = allocate_kv_caches
         self._block_size = block_size
         self._has_grid_positions = has_grid_positions
         self._merge_rows = merge_rows
         self._workers = workers
+        self._host_tier = host_tier
 
     @torch.inference_mode()
     def execute_model(self, batch: Batch) -> list[SampledToken]:
         """One forward pass over the ragged batch; a token for each sequence that reached its end, in batch order."""
+        if batch.copies and self._host_tier is not None:
+            self._forward_pass.copy_blocks(batch.copies, self._host_tier)
         arrays = build_batch_arrays(batch, self._block_size, has_grid_positions=self._has_grid_positions)
         if self._workers is None:
             return self._sample(batch, self._forward(batch, arrays))
@@ -48,6 +62,26 @@ class ModelRunner:
             with self._workers.step(arrays):
                 logits = self._forward(batch, arrays)
             return self._sample(batch, logits)
+
+    @torch.inference_mode()
+    def run_for_nobody(self, arrays: BatchArrays) -> None:
+        """A step that stores nothing and whose tokens nobody gets, from beginning to end."""
+        with contextlib.nullcontext() if self._workers is None else self._workers.step(arrays):
+            logits = self._forward_pass.run(arrays, lambda _: None)
+        logits.max(dim=-1).indices.tolist()
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """0 while it is released."""
+        return self._forward_pass.kv_cache_bytes
+
+    def release_kv_cache(self) -> None:
+        """Free its memory. What was in it is lost, and nothing can run until `restore_kv_cache`."""
+        self._forward_pass.release_kv_cache()
+
+    @torch.inference_mode()
+    def restore_kv_cache(self) -> None:
+        self._forward_pass.restore_kv_cache(self._allocate_kv_caches())
 
     def close(self) -> None:
         if self._workers is not None:
@@ -57,8 +91,11 @@ class ModelRunner:
         def merge_images(hidden: torch.Tensor) -> None:
             merge_image_rows(hidden, batch, self._embeddings, self._merge_rows)
 
-        return self._forward_pass.run(arrays, merge_images)
+        if arrays.prompt_rows is None:
+            return self._forward_pass.run(arrays, merge_images)
+        scorer = PromptScorer(batch, vocab_size=self._sampler.vocab_size, banned_ids=self._sampler.banned_ids)
+        return self._forward_pass.run(arrays, merge_images, scorer.take)
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:
         sampling = batch.sampling
-        return self._sampler.sample(logits, [item.sequence for item in sampling]) if sampling else []
+        return sample_and_accept(self._sampler, logits, sampling) if sampling else []

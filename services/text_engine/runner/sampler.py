@@ -1,8 +1,8 @@
 """Logits to tokens, one row per sequence, each row's outcome independent of every other row.
 
 Randomness is counter-based: the uniform number for a sequence's i-th token is a hash of (seed, i), so a seeded request
-repeats itself in any batch, after a preemption and after a restart. Order of the transforms as in vLLM: the grammar's
-mask, bias, forbidden tokens, penalties, temperature, min_p, top_k, top_p.
+repeats itself in any batch, after a preemption and after a restart. Order of the transforms as in vLLM: the operator's
+logits processors, the grammar's mask, bias, forbidden tokens, penalties, temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shared.sampling import SamplingParams
 
 _MASK = 2**64 - 1
 NON_FINITE = "the model produced logits that are not finite"
+PROCESSED_AWAY = "a logits processor failed, or left no token to choose; the log may have the details"
 
 
 class Sampler:
@@ -43,6 +44,15 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self._process_seed = secrets.randbits(63)
 
+    def samples_in_turns(self, sequence: Sequence) -> bool:
+        """Whether to sample its next token before a later one: it decides what may follow, or a row is work of its own.
+
+        The operator's code never sees what was only guessed, either.
+        """
+        if sequence.token_filter is not None or sequence.processors is not None:
+            return True
+        return self._draw_tokens is None and not sequence.sampling.is_greedy
+
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """logits [num_rows, padded_vocab] fp32, may be overwritten -> one SampledToken per row."""
         if self._draw_tokens is not None:
@@ -57,8 +67,13 @@ class Sampler:
         special = [i for i, s in enumerate(sequences) if errors[i] is None and _needs_own_row(s)]
         if special:
             rows = logits[special]
-            for row, i in enumerate(special):
-                self._adjust(rows[row], sequences[i])
+            for row, i in zip(rows, special, strict=True):
+                self._adjust(row, sequences[i])
+                if sequences[i].processors is not None:
+                    errors[i] = _problem(sequences[i], bool(torch.isfinite(row.max())))
+            if any(errors[i] is not None for i in special):
+                rows = rows[[errors[i] is None for i in special]]
+                special = [i for i in special if errors[i] is None]
             for i, token_id in zip(special, self._choose(rows, [sequences[i] for i in special]), strict=True):
                 token_ids[i] = token_id
                 if (token_filter := sequences[i].token_filter) is not None:
@@ -117,6 +132,9 @@ class Sampler:
     def _adjust(self, row: torch.Tensor, sequence: Sequence) -> None:
         """Bias, forbidden tokens and penalties, in place. row [vocab]."""
         sampling = sequence.sampling
+        if sequence.processors is not None:
+            sequence.processors.apply(row, sequence.generated_token_ids)
+            row[self.banned_ids] = float("-inf")
         if sequence.token_filter is not None:
             row.masked_fill_(~torch.from_numpy(sequence.token_filter.allowed()).to(row.device), float("-inf"))
         if sampling.logit_bias:
@@ -197,7 +215,7 @@ class Sampler:
 def _problem(sequence: Sequence, is_finite: bool) -> str | None:
     """Why no token can be chosen for this row, if so."""
     if not is_finite:
-        return NON_FINITE
+        return NON_FINITE if sequence.processors is None else PROCESSED_AWAY
     return None if sequence.token_filter is None else sequence.token_filter.problem
 
 
@@ -205,6 +223,7 @@ def _needs_own_row(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return (
         sequence.token_filter is not None
+        or sequence.processors is not None
         or not sampling.is_greedy
         or bool(sampling.logit_bias)
         or sampling.needs_token_counts
