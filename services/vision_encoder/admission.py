@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.vision_encoder.image_header import ImageHeader, read_header
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from shared.errors import ImageTooLarge, Overloaded, PayloadTooLarge
+from shared.image_header import ImageHeader, read_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,13 @@ class Queue:
         self._max_bytes = max_bytes
         self.num_images = 0
         self.num_bytes = 0
+        self.num_refused = 0
         self.seconds_per_image = 0.0  # recent average of the tower, for an honest Retry-After
 
     def check(self, size_bytes: int) -> None:
         """Raises Overloaded, with the time after which a place is likely to be free."""
         if self.num_images >= self._max_images or self.num_bytes + size_bytes > self._max_bytes:
+            self.num_refused += 1
             wait_s = min(60.0, max(1.0, self.num_images * self.seconds_per_image / 2))
             raise Overloaded(
                 f"{self.num_images} images of {self.num_bytes} bytes are queued at this vision encoder; "

@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Header, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.encoder import Encoder
+from services.vision_encoder.flight import EventStream
 from services.vision_encoder.service import VisionEncoderService
 from shared.errors import DiptychError, ImageTooLarge, InvalidRequest, NotReady, PayloadTooLarge, RequestAborted
 from shared.http_errors import error_response, install_error_handlers
@@ -25,13 +28,20 @@ from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
 from shared.request_id import RequestIds
 from shared.server import serve
+from shared.service_token import RequireServiceToken
+from shared.state import EncoderState
+from shared.tracing import current_span, tracing
 from shared.wire import (
     DEADLINE_HEADER,
+    DETAIL_HEADER,
     IMAGE_KEY_HEADER,
     NDJSON,
     REQUEST_ID_HEADER,
+    SAFETENSORS,
     DescribeRequest,
     DescribeResponse,
+    Detail,
+    Encoded,
     EncodeEvent,
     EncoderInfo,
     ImageMetadata,
@@ -47,6 +57,8 @@ MAX_DISCARDED_BYTES = 64 << 20
 def create_app(settings: VisionEncoderSettings) -> FastAPI:
     """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
 
+    tracer = tracing("vision-encoder")
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service = app.state.service = VisionEncoderService(settings)
@@ -55,9 +67,15 @@ def create_app(settings: VisionEncoderSettings) -> FastAPI:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
         await service.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
     app = FastAPI(title="Diptych vision encoder", lifespan=lifespan, docs_url=None, redoc_url=None)
+    if settings.service_token:
+        app.add_middleware(RequireServiceToken, tokens=settings.service_token)
     app.add_middleware(RequestIds)
+    if tracer is not None:
+        app.add_middleware(tracer.middleware)
     install_error_handlers(app)
     _add_routes(app)
     return app
@@ -121,25 +139,37 @@ def _checked_key(key: str, name: str) -> str:
     return key
 
 
+def _detail(given: Annotated[str | None, Header(alias=DETAIL_HEADER)] = None) -> Detail:
+    if given not in (None, "low", "high"):
+        raise InvalidRequest(f"{DETAIL_HEADER} must be low or high, not {given[:40]!r}", param=DETAIL_HEADER)
+    return "low" if given == "low" else "high"
+
+
 Service = Annotated[VisionEncoderService, Depends(_service)]
 Deadline = Annotated[float, Depends(_deadline_s)]
 ImageKey = Annotated[str | None, Depends(_image_key)]
+ImageDetail = Annotated[Detail, Depends(_detail)]
 
 
 def _add_routes(app: FastAPI) -> None:
     @app.post("/v1/encode")
-    async def encode(request: Request, service: Service, claimed_key: ImageKey, deadline_s: Deadline) -> Response:
+    async def encode(
+        request: Request, service: Service, claimed_key: ImageKey, deadline_s: Deadline, detail: ImageDetail
+    ) -> Response:
         try:
             service.refuse_new_work()
             encoder = service.encoder
             with encoder.receiving(_declared_bytes(request), claimed_key):
                 data = await _body(request, encoder.limits.max_bytes)
-                events = await encoder.encode(data, claimed_key, deadline_s)
+                if request.headers.get("content-type") == SAFETENSORS:
+                    stream = await encoder.adopt(data, claimed_key)
+                else:
+                    stream = await encoder.encode(data, claimed_key, deadline_s, detail)
         except DiptychError:
             await _discard(request)
             raise
         headers = {name: value for name in (REQUEST_ID_HEADER,) if (value := request.headers.get(name))}
-        return StreamingResponse(_lines(events), media_type=NDJSON, headers=headers)
+        return EventsResponse(stream, headers)
 
     @app.post("/v1/describe")
     async def describe(request: DescribeRequest, service: Service) -> DescribeResponse:
@@ -154,6 +184,10 @@ def _add_routes(app: FastAPI) -> None:
     @app.get("/v1/info")
     async def info(service: Service) -> EncoderInfo:
         return service.info
+
+    @app.get("/v1/state")
+    async def state(service: Service) -> EncoderState:
+        return service.state()
 
     @app.get("/health")
     async def health(service: Service) -> Response:
@@ -175,13 +209,30 @@ def _add_routes(app: FastAPI) -> None:
 
 def _described(encoder: Encoder, size: ImageSize, index: int) -> ImageMetadata:
     try:
-        return encoder.describe(size.width, size.height)
+        return encoder.describe(size)
     except ImageTooLarge as error:
         raise ImageTooLarge(error.message, param=f"images[{index}]") from error
 
 
+class EventsResponse(StreamingResponse):
+    """A line of JSON per event; closes the stream however the response ends, even before its first line."""
+
+    def __init__(self, stream: EventStream, headers: Mapping[str, str]) -> None:
+        super().__init__(_lines(stream.events), media_type=NDJSON, headers=headers)
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close()
+
+
 async def _lines(events: AsyncIterator[EncodeEvent]) -> AsyncIterator[str]:
     async for event in events:
+        if isinstance(event, Encoded) and event.spans and (span := current_span()) is not None:
+            took_s = max(stage.start_s + stage.duration_s for stage in event.spans)
+            span.stages(event.spans, began_at=time.monotonic() - took_s)
         yield event.model_dump_json(exclude_none=True) + "\n"
 
 

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from shared.log import get_logger
 
 log = get_logger(__name__)
+NUM_PAST_RUNS = 64
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -39,6 +40,14 @@ class BatchedResult(Generic[Result]):
     batch_size: int
 
 
+class PastRun(NamedTuple):
+    """A batch that went through the thread."""
+
+    number: int
+    num_items: int
+    seconds: float
+
+
 class Batcher(Generic[Item, Result]):
     """Hands batches to one thread, one at a time.
 
@@ -59,6 +68,8 @@ class Batcher(Generic[Item, Result]):
         self._waiting: deque[_Job[Item, Result]] = deque()
         self._arrived = asyncio.Event()
         self._busy_since: float | None = None
+        self.past_runs: deque[PastRun] = deque(maxlen=NUM_PAST_RUNS)
+        self.total_s = 0.0  # that the thread has worked
         self._loop = asyncio.create_task(self._serve())
 
     @property
@@ -125,6 +136,9 @@ class Batcher(Generic[Item, Result]):
         finally:
             self._busy_since = None
         run_s = time.monotonic() - started
+        self.total_s += run_s
+        number = self.past_runs[-1].number + 1 if self.past_runs else 1
+        self.past_runs.append(PastRun(number, len(batch), run_s))
         for job, value in zip(batch, values, strict=True):
             if not job.done.done():
                 job.done.set_result(BatchedResult(value, started - job.submitted_at, run_s, len(batch)))

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.vision_encoder.decode_worker import FRAME, WorkerConfig, pack_request
-from services.vision_encoder.image_header import ImageHeader
 from shared.errors import EncodeFailed, InvalidImage
+from shared.image_header import ImageHeader
 from shared.log import get_logger
+from shared.wire import Detail
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class DecodePool:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._all]
 
-    async def decode(self, data: bytes, header: ImageHeader) -> DecodedImage:
+    async def decode(self, data: bytes, header: ImageHeader, detail: Detail = "high") -> DecodedImage:
         """Raises InvalidImage if the bytes do not decode whole, EncodeFailed if the worker died or took too long."""
         started = time.monotonic()
         worker = await self._idle.get()
@@ -83,16 +84,16 @@ class DecodePool:
             worker = await self._idle.get()
         queue_s = time.monotonic() - started
         # Shielded: a caller that goes away does not leave half a reply in the pipe for the next image to read.
-        head, payload = await asyncio.shield(self._spawn(self._ask(worker, data, header)))
+        head, payload = await asyncio.shield(self._spawn(self._ask(worker, pack_request(header, detail, data))))
         if "invalid" in head:
             raise InvalidImage(str(head["invalid"]))
         timings = {stage: float(seconds) for stage, seconds in head["timings"].items()} | {"queue": queue_s}
         return DecodedImage(_to_array(head["shape"], payload), timings)
 
-    async def _ask(self, worker: _Worker, data: bytes, header: ImageHeader) -> tuple[dict[str, Any], bytes]:
+    async def _ask(self, worker: _Worker, request: tuple[bytes, bytes]) -> tuple[dict[str, Any], bytes]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await worker.ask(data, header)
+                reply = await worker.ask(request)
         except TimeoutError:
             self._replace(worker)
             raise EncodeFailed(f"decoding the image took longer than {self._timeout_s:g} s") from None
@@ -175,9 +176,9 @@ class _Worker:
     def is_dead(self) -> bool:
         return self._process.returncode is not None
 
-    async def ask(self, data: bytes, header: ImageHeader) -> tuple[dict[str, Any], bytes]:
+    async def ask(self, request: tuple[bytes, bytes]) -> tuple[dict[str, Any], bytes]:
         try:
-            for piece in pack_request(header, data):
+            for piece in request:
                 self._requests.write(piece)
             await self._requests.drain()
         except OSError as error:

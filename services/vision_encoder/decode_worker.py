@@ -13,30 +13,34 @@ import struct
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Final
 
 from PIL import Image
 
 from services.vision_encoder.image import Colour, decode
-from services.vision_encoder.image_header import ImageHeader
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.preprocessing.registry import from_json, to_json
 from shared.errors import InvalidImage
+from shared.image_header import ImageHeader
+from shared.wire import Detail
 
 FRAME: Final = struct.Struct("<IQ")  # bytes of JSON head, bytes of payload
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    preprocessing: Preprocessing
+    """preprocessing   for each detail that pictures are read in"""
+
+    preprocessing: Mapping[Detail, Preprocessing]
     background: Colour
     max_pixels: int
 
     def to_json(self) -> str:
         return json.dumps(
             {
-                "preprocessing": to_json(self.preprocessing),
+                "preprocessing": {detail: to_json(each) for detail, each in self.preprocessing.items()},
                 "background": self.background,
                 "max_pixels": self.max_pixels,
             }
@@ -46,11 +50,12 @@ class WorkerConfig:
     def from_json(cls, text: str) -> WorkerConfig:
         fields = json.loads(text)
         red, green, blue = fields["background"]
-        return cls(from_json(fields["preprocessing"]), (red, green, blue), fields["max_pixels"])
+        preprocessing = {detail: from_json(text) for detail, text in fields["preprocessing"].items()}
+        return cls(preprocessing, (red, green, blue), fields["max_pixels"])
 
 
-def pack_request(header: ImageHeader, data: bytes) -> tuple[bytes, bytes]:
-    return pack_frame(asdict(header), data)
+def pack_request(header: ImageHeader, detail: Detail, data: bytes) -> tuple[bytes, bytes]:
+    return pack_frame({"header": asdict(header), "detail": detail}, data)
 
 
 def pack_frame(head: dict[str, Any], payload: bytes) -> tuple[bytes, bytes]:
@@ -72,19 +77,22 @@ def main() -> None:
     frames_out.flush()
     while (request := _read_frame(sys.stdin.buffer)) is not None:
         head, data = request
-        for piece in pack_frame(*_process(ImageHeader(**head), data, config)):
+        preprocessing = config.preprocessing[head["detail"]]
+        for piece in pack_frame(*_process(ImageHeader(**head["header"]), data, preprocessing, config.background)):
             frames_out.write(piece)
         frames_out.flush()
 
 
-def _process(header: ImageHeader, data: bytes, config: WorkerConfig) -> tuple[dict[str, Any], bytes]:
+def _process(
+    header: ImageHeader, data: bytes, preprocessing: Preprocessing, background: Colour
+) -> tuple[dict[str, Any], bytes]:
     started = time.monotonic()
     try:
-        image = decode(data, header, config.background)
+        image = decode(data, header, background)
     except InvalidImage as error:
         return {"invalid": error.message}, b""
     decoded = time.monotonic()
-    pixels = config.preprocessing.apply(image)
+    pixels = preprocessing.apply(image)
     timings = {"decode": decoded - started, "preprocess": time.monotonic() - decoded}
     return {"shape": pixels.shape, "timings": timings}, pixels.tobytes()
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,32 +24,51 @@ from services.vision_encoder.batcher import Batcher
 from services.vision_encoder.config import Storage
 from services.vision_encoder.decode_pool import DecodePool
 from services.vision_encoder.families.interface import Family, PreparedImage
-from services.vision_encoder.flight import Flight
-from services.vision_encoder.image_header import ImageHeader
+from services.vision_encoder.flight import EventStream, Flight
+from services.vision_encoder.given_embeddings import read_embedding
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
+from services.vision_encoder.stage_clock import StageClock
 from shared import tensor_blob
 from shared.embedding_cache import EmbeddingCache
-from shared.errors import DiptychError, EmbeddingNotFound, EncodeFailed, NotReady
-from shared.hashing import image_key
+from shared.errors import DiptychError, EmbeddingNotFound, EncodeFailed, NotReady, UnsupportedFeature
+from shared.hashing import embedding_key, image_key, off_loop
 from shared.http_errors import wire_error
+from shared.image_header import ImageHeader
 from shared.log import get_logger
 from shared.row_codec import SCALE_BYTES, quantize_rows
 from shared.torch_io import tensor_to_blob
-from shared.wire import Admitted, Encoded, EncodeEvent, EncodeFailedEvent, ImageMetadata, ImageRef
+from shared.wire import (
+    EMBEDDINGS_REFUSED,
+    Admitted,
+    Detail,
+    Encoded,
+    EncodeEvent,
+    EncodeFailedEvent,
+    ImageMetadata,
+    ImageRef,
+    ImageSize,
+)
 
 log = get_logger(__name__)
 
-HASH_INLINE_BYTES = 1 << 20  # hashing more than this would hold up the event loop for a millisecond
 # How long to wait for another replica that is encoding the same image before doing it here after all.
 MAX_PEER_WAIT_S = 30.0
 
 
-class Tower:
-    """The model as a function of a batch; runs in the tower's thread."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The model as it reads pictures of one detail; the fingerprint names everything their embeddings depend on."""
 
-    def __init__(self, family: Family, metrics: EncoderMetrics, storage: Storage = "exact") -> None:
-        self._family = family
+    family: Family
+    fingerprint: str
+
+
+class Tower:
+    """The model as a function of a batch of one detail; runs in the tower's thread."""
+
+    def __init__(self, families: Mapping[Detail, Family], metrics: EncoderMetrics, storage: Storage = "exact") -> None:
+        self._families = families
         self._metrics = metrics
         self._storage = storage
 
@@ -56,16 +76,22 @@ class Tower:
         """One blob per image; an image whose output is wrong gets its error, its neighbours do not."""
         self._metrics.tower_passes.inc()
         self._metrics.batch_size.observe(len(batch))
-        outputs = self._family.encode(batch)
-        return [self._checked(rows, image) for rows, image in zip(outputs, batch, strict=True)]
+        family = self._families[batch[0].detail]
+        with self._metrics.tower_seconds.time():
+            outputs = family.encode(batch)
+        return [self._checked(rows, image, family) for rows, image in zip(outputs, batch, strict=True)]
 
-    def _checked(self, rows: Tensor, image: PreparedImage) -> bytes | EncodeFailed:
-        num_tokens = self._family.describe(image.width, image.height).num_tokens  # what was announced
-        if tuple(rows.shape) != (num_tokens, self._family.hidden_size):
+    def _checked(self, rows: Tensor, image: PreparedImage, family: Family) -> bytes | EncodeFailed:
+        num_tokens = family.describe(image.width, image.height).num_tokens  # what was announced
+        if tuple(rows.shape) != (num_tokens, family.hidden_size):
             return EncodeFailed(f"the tower gave {tuple(rows.shape)} for an image of {num_tokens} tokens")
         if not bool(torch.isfinite(rows).all()):
             return EncodeFailed("the tower gave values that are not finite for this image")
-        return tensor_to_blob(quantize_rows(rows) if self._storage == "int8" else rows)
+        return to_blob(rows, self._storage)
+
+
+def to_blob(rows: Tensor, storage: Storage) -> bytes:
+    return tensor_to_blob(quantize_rows(rows) if storage == "int8" else rows)
 
 
 class Encoder:
@@ -74,8 +100,8 @@ class Encoder:
     def __init__(
         self,
         *,
-        family: Family,
-        fingerprint: str,
+        readings: Mapping[Detail, Reading],
+        dtype: torch.dtype,
         storage: Storage,
         limits: ImageLimits,
         queue: Queue,
@@ -86,11 +112,15 @@ class Encoder:
         metrics: EncoderMetrics,
         replica_name: str,
         public_url: str | None,
+        accepts_embeddings: bool,
     ) -> None:
-        self.fingerprint = fingerprint
         self.limits = limits
-        self._stored_width = family.hidden_size + (SCALE_BYTES if storage == "int8" else 0)
-        self._family = family
+        self._readings = readings
+        self._dtype = dtype
+        self._storage: Storage = storage
+        self._hidden_size = readings["high"].family.hidden_size
+        self._stored_width = self._hidden_size + (SCALE_BYTES if storage == "int8" else 0)
+        self._accepts_embeddings = accepts_embeddings
         self._queue = queue
         self._pool = pool
         self._batcher = batcher
@@ -102,6 +132,11 @@ class Encoder:
         self._flights: dict[str, Flight] = {}
 
     @property
+    def fingerprint(self) -> str:
+        """Of the model as it reads pictures by default."""
+        return self._readings["high"].fingerprint
+
+    @property
     def busy_s(self) -> float:
         """Seconds since the running tower pass began."""
         return self._batcher.busy_s
@@ -110,10 +145,11 @@ class Encoder:
         """Call off what still runs; its callers get errors."""
         await asyncio.gather(*(flight.called_off() for flight in list(self._flights.values())))
 
-    def describe(self, width: int, height: int) -> ImageMetadata:
+    def describe(self, size: ImageSize) -> ImageMetadata:
         """How a picture of this size would stand in a prompt. Raises ImageTooLarge where it would be refused."""
-        self.limits.check_shape(width, height, self._family.preprocessing)
-        return self._family.describe(width, height)
+        family = self._readings["low" if size.detail == "low" else "high"].family
+        self.limits.check_shape(size.width, size.height, family.preprocessing)
+        return family.describe(size.width, size.height)
 
     # --- POST /v1/encode --------------------------------------------------------------------------------------------
 
@@ -124,26 +160,41 @@ class Encoder:
             self._queue.check(size_bytes)
         return self._queue.place(size_bytes)
 
-    async def encode(self, data: bytes, claimed_key: str | None, deadline_s: float) -> AsyncIterator[EncodeEvent]:
+    async def encode(
+        self, data: bytes, claimed_key: str | None, deadline_s: float, detail: Detail = "high"
+    ) -> EventStream:
         """Admits or raises at once; then the events that follow."""
-        key = await self._verified_key(data, claimed_key)
+        reading = self._readings[detail]
+        key = await off_loop(image_key, data, reading.fingerprint)
+        self._verify(key, claimed_key)
         flight = self._flights.get(key)
         blob = self._recent.get(key)
         if flight is not None:
             self._metrics.images.labels("joined").inc()
             return self._follow(key, flight, deadline_s)
-        header = self.limits.admit(data, self._family.preprocessing)
-        metadata = self._family.describe(*header.upright_size)
+        header = self.limits.admit(data, reading.family.preprocessing)
+        metadata = reading.family.describe(*header.upright_size)
         if blob is not None:
             self._metrics.images.labels("recent").inc()
-            return self._already_done(key, metadata, blob)
-        return self._follow(key, self._take_off(key, data, header, metadata), deadline_s)
+            return EventStream(self._already_done(key, metadata, blob))
+        return self._follow(key, self._take_off(key, data, header, metadata, detail), deadline_s)
 
-    async def _verified_key(self, data: bytes, claimed_key: str | None) -> str:
-        if len(data) <= HASH_INLINE_BYTES:
-            key = image_key(data, self.fingerprint)
-        else:
-            key = await asyncio.to_thread(image_key, data, self.fingerprint)
+    async def adopt(self, data: bytes, claimed_key: str | None) -> EventStream:
+        """The same for an embedding that the client sent in place of a picture: checked, then kept as if made here."""
+        if not self._accepts_embeddings:
+            raise UnsupportedFeature(EMBEDDINGS_REFUSED)
+        key = await off_loop(embedding_key, data, self.fingerprint)
+        self._verify(key, claimed_key)
+        metadata, blob = await asyncio.to_thread(self._given, data)
+        self._recent.put(key, blob)
+        self._metrics.images.labels("given").inc()
+        return EventStream(self._already_done(key, metadata, blob))
+
+    def _given(self, data: bytes) -> tuple[ImageMetadata, bytes]:
+        metadata, rows = read_embedding(data, hidden_size=self._hidden_size, dtype=self._dtype, describe=self.describe)
+        return metadata, to_blob(rows, self._storage)
+
+    def _verify(self, key: str, claimed_key: str | None) -> None:
         if claimed_key is not None and claimed_key != key:
             # After a change of model a caller may still hold the old fingerprint. To it this replica is as good as
             # gone until it has asked /v1/info again; another one may still serve the version that it means.
@@ -152,9 +203,8 @@ class Encoder:
                 f"{self.fingerprint[:12]}, see /v1/info",
                 retry_after_s=1.0,
             )
-        return key
 
-    def _take_off(self, key: str, data: bytes, header: ImageHeader, metadata: ImageMetadata) -> Flight:
+    def _take_off(self, key: str, data: bytes, header: ImageHeader, metadata: ImageMetadata, detail: Detail) -> Flight:
         flight = Flight(metadata)
         size_bytes = len(data)
 
@@ -166,16 +216,21 @@ class Encoder:
         # Entered here and not in the task, which starts later: in between others would see a place that is taken.
         self._queue.enter(size_bytes)
         self._flights[key] = flight
-        flight.take_off(self._fly(key, flight, data, header), ended)
+        flight.take_off(self._fly(key, flight, data, header, detail), ended)
         return flight
 
-    async def _follow(self, key: str, flight: Flight, deadline_s: float) -> AsyncIterator[EncodeEvent]:
-        with flight.followed():  # from the first line on: its reader may be slow, and others may leave meanwhile
+    def _follow(self, key: str, flight: Flight, deadline_s: float) -> EventStream:
+        async def events() -> AsyncIterator[EncodeEvent]:
             yield self._admitted(key, flight.metadata)
             try:
                 yield await flight.encoded(deadline_s)
             except DiptychError as error:
                 yield EncodeFailedEvent(error=wire_error(error))
+
+        # From now on, not from the first wait: its reader may be slow or never come, and others may leave meanwhile.
+        place = ExitStack()
+        place.enter_context(flight.followed())
+        return EventStream(events(), place.close)
 
     async def _already_done(self, key: str, metadata: ImageMetadata, blob: bytes) -> AsyncIterator[EncodeEvent]:
         yield self._admitted(key, metadata)
@@ -199,22 +254,25 @@ class Encoder:
 
     # --- the flight -------------------------------------------------------------------------------------------------
 
-    async def _fly(self, key: str, flight: Flight, data: bytes, header: ImageHeader) -> Encoded:
+    async def _fly(self, key: str, flight: Flight, data: bytes, header: ImageHeader, detail: Detail) -> Encoded:
         outcome = "failed"
+        clock = StageClock()
         try:
             blob = await self._from_another_replica(key, flight.metadata)
             is_shared = blob is not None
-            timings: dict[str, float] = {}
             if blob is None:
-                blob, timings = await self._compute(data, header, flight.metadata)
+                blob = await self._compute(data, header, flight.metadata, detail, clock)
+            else:
+                clock.note(("transfer", time.monotonic() - clock.began_at), source="redis")
             self._recent.put(key, blob)
             flight.blob.set_result(blob)
             started = time.monotonic()
             stored = is_shared or await self._cache.put(key, flight.metadata, blob)
-            timings["store"] = time.monotonic() - started
+            clock.note(("store", time.monotonic() - started))
             outcome = "shared" if is_shared else "encoded"
+            timings = clock.timings()
             self._metrics.observe_stages(timings)
-            return Encoded(stored=stored, timings=timings)
+            return Encoded(stored=stored, timings=timings, spans=clock.spans)
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
@@ -236,13 +294,14 @@ class Encoder:
         return blob if tensor_blob.unpack(blob).shape == shape else None
 
     async def _compute(
-        self, data: bytes, header: ImageHeader, metadata: ImageMetadata
-    ) -> tuple[bytes, dict[str, float]]:
-        decoded = await self._pool.decode(data, header)
-        image = PreparedImage(torch.from_numpy(decoded.pixels), metadata.width, metadata.height)
-        batched = await self._batcher.submit(image, decoded.pixels.shape)
+        self, data: bytes, header: ImageHeader, metadata: ImageMetadata, detail: Detail, clock: StageClock
+    ) -> bytes:
+        decoded = await self._pool.decode(data, header, detail)
+        clock.note(*((stage, decoded.timings[stage]) for stage in ("queue", "decode", "preprocess")))
+        image = PreparedImage(torch.from_numpy(decoded.pixels), metadata.width, metadata.height, detail)
+        batched = await self._batcher.submit(image, (detail, decoded.pixels.shape))
         if isinstance(batched.value, EncodeFailed):
             raise batched.value
         self._queue.observe(batched.run_s / batched.batch_size)
-        queue_s = decoded.timings["queue"] + batched.queue_s
-        return batched.value, decoded.timings | {"queue": queue_s, "encode": batched.run_s}
+        clock.note(("queue", batched.queue_s), ("encode", batched.run_s))
+        return batched.value

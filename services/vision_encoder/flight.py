@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import NotReady, UpstreamTimeout
-from shared.wire import Encoded, ImageMetadata
+from shared.wire import Encoded, EncodeEvent, ImageMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class EventStream:
+    """What one caller is told about its image.
+
+    close   call it when the caller has left or has read all, whether or not `events` was ever begun: a generator that
+            was not has no `finally` to run, and the image would be encoded for nobody
+    """
+
+    events: AsyncIterator[EncodeEvent]
+    close: Callable[[], None] = lambda: None
 
 
 class Flight:

@@ -11,8 +11,8 @@ import zlib
 
 from PIL import Image
 
-from services.vision_encoder.image_header import ImageHeader, png_chunks
 from shared.errors import InvalidImage
+from shared.image_header import ImageHeader, png_chunks
 
 Colour = tuple[int, int, int]
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 
 from services.vision_encoder.admission import Queue
+from services.vision_encoder.recent import RecentEmbeddings
 from shared.embedding_cache import EmbeddingCache
-from shared.metrics import PREFIX, STAGE_BUCKETS, Readout
+from shared.metrics import PREFIX, STAGE_BUCKETS, Readout, service_registry, watch_cache
 
 
 class EncoderMetrics:
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = service_registry("vision_encoder")
         self.images = Counter(
             PREFIX + "encoder_images",
             "Images by outcome: encoded here, joined (an encode under way), recent (kept in this process), "
@@ -23,6 +24,12 @@ class EncoderMetrics:
         )
         self.tower_passes = Counter(
             PREFIX + "encoder_tower_passes", "Batches that went through the tower", registry=self.registry
+        )
+        self.tower_seconds = Histogram(
+            PREFIX + "encoder_tower_seconds",
+            "One pass of the tower; its sum grows by a second a second while the tower is never idle",
+            buckets=STAGE_BUCKETS,
+            registry=self.registry,
         )
         self.batch_size = Histogram(
             PREFIX + "encoder_batch_size",
@@ -42,18 +49,21 @@ class EncoderMetrics:
         for stage, seconds in timings.items():
             self._stage_seconds.labels(stage).observe(seconds)
 
-    def watch(self, cache: EmbeddingCache, queue: Queue) -> None:
-        stats = cache.stats
+    def watch(self, cache: EmbeddingCache, queue: Queue, recent: RecentEmbeddings, max_queued_images: int) -> None:
+        watch_cache(self.registry, cache)
         Readout(
             self.registry,
             {
                 "encoder_queued_images": ("Images taken on and not finished", lambda: float(queue.num_images)),
-                "encoder_queued_bytes": ("Encoded bytes of those images", lambda: float(queue.num_bytes)),
-                "embedding_cache_hits_total": ("Look-ups that found an entry", lambda: stats.hits),
-                "embedding_cache_misses_total": ("Look-ups that did not", lambda: stats.misses),
-                "embedding_cache_stores_total": ("Embeddings stored", lambda: stats.stores),
-                "embedding_cache_corrupt_total": ("Entries found damaged", lambda: stats.corrupt),
-                "embedding_cache_errors_total": ("Operations that failed", lambda: cache.num_errors),
-                "embedding_cache_breaker_open": ("1 while Redis is not asked", lambda: float(cache.breaker_open)),
+                "encoder_queued_bytes": (
+                    "Encoded bytes of images taken on and not finished",
+                    lambda: float(queue.num_bytes),
+                ),
+                "encoder_max_queued_images": (
+                    "Images that may be taken on at once",
+                    lambda: float(max_queued_images),
+                ),
+                "encoder_refused_images_total": ("Images refused because of a full queue", lambda: queue.num_refused),
+                "encoder_recent_bytes": ("Finished embeddings kept in this process", lambda: recent.size_bytes),
             },
         )

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -19,20 +19,22 @@ from services.vision_encoder.batcher import Batcher
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.decode_pool import DecodePool
 from services.vision_encoder.decode_worker import WorkerConfig
-from services.vision_encoder.encoder import Encoder, Tower
+from services.vision_encoder.encoder import Encoder, Reading, Tower
 from services.vision_encoder.families.interface import Family, PreparedImage
 from services.vision_encoder.families.registry import load_family
-from services.vision_encoder.image_header import SUPPORTED_FORMATS
+from services.vision_encoder.loading import full_fingerprint, prepare_family
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
+from services.vision_encoder.state import Watched
 from shared.cuda_capture import CudaCapture
 from shared.device import choose_device, choose_dtype
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import EncodeFailed, NotReady
-from shared.hashing import digest
+from shared.image_header import SUPPORTED_FORMATS
 from shared.log import get_logger
+from shared.state import EncoderState
 from shared.torch_io import dtype_name
-from shared.wire import EncoderInfo
+from shared.wire import Detail, EncoderInfo
 
 log = get_logger(__name__)
 
@@ -49,7 +51,7 @@ class VisionEncoderService:
         self.load_error: Exception | None = None
         self.is_draining = False
         self._resources = AsyncExitStack()
-        self._loaded: tuple[Encoder, EncoderInfo] | None = None
+        self._loaded: tuple[Encoder, EncoderInfo, Watched] | None = None
 
     async def start(self) -> None:
         """Returns when the first image can be encoded at full speed."""
@@ -70,6 +72,9 @@ class VisionEncoderService:
     def info(self) -> EncoderInfo:
         return self._ready()[1]
 
+    def state(self) -> EncoderState:
+        return self._ready()[2].state()
+
     def why_not_ready(self) -> str | None:
         """None if new images are welcome."""
         if self.load_error is not None:
@@ -88,14 +93,16 @@ class VisionEncoderService:
         if reason is not None:
             raise NotReady(reason, retry_after_s=2.0)
 
-    def _ready(self) -> tuple[Encoder, EncoderInfo]:
+    def _ready(self) -> tuple[Encoder, EncoderInfo, Watched]:
         if self._loaded is None:
             raise NotReady(self.why_not_ready() or "the model is still loading", retry_after_s=2.0)
         return self._loaded
 
 
 @asynccontextmanager
-async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> AsyncIterator[tuple[Encoder, EncoderInfo]]:
+async def _open(
+    settings: VisionEncoderSettings, metrics: EncoderMetrics
+) -> AsyncIterator[tuple[Encoder, EncoderInfo, Watched]]:
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     # One thread loads the tower and runs it: OpenMP keeps a team for every thread that ever ran a parallel region, and
@@ -105,16 +112,15 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
     )
     loop = asyncio.get_running_loop()
     family = await loop.run_in_executor(thread, load_family, settings.model)
-    await loop.run_in_executor(thread, family.prepare_weights, device, dtype)
+    await loop.run_in_executor(thread, prepare_family, family, settings.quantization, device, dtype)
     if device.type == "cuda" and not settings.enforce_eager:
         await loop.run_in_executor(thread, _record_graphs, family, device)
-    fingerprint = family.fingerprint(dtype, settings.background_colour)
-    if settings.embedding_storage != "exact":
-        fingerprint = digest(fingerprint.encode(), settings.embedding_storage.encode()).hex()
+    families: dict[Detail, Family] = {"high": family, "low": family.low_detail or family}
+    readings = {detail: Reading(each, full_fingerprint(each, dtype, settings)) for detail, each in families.items()}
     max_batch_size = settings.max_batch_size or _good_batch_size(family, device)
     async with AsyncExitStack() as stack:
-        pool = await _open_pool(stack, settings, family)
-        tower = Tower(family, metrics, settings.embedding_storage)
+        pool = await _open_pool(stack, settings, families)
+        tower = Tower(families, metrics, settings.embedding_storage)
         batcher = _open_batcher(stack, max_batch_size, tower, thread)
         await _warm_up(batcher, family)
         cache = EmbeddingCache(
@@ -122,30 +128,35 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
         )
         stack.push_async_callback(cache.close)
         queue = Queue(max_images=settings.max_queued_images, max_bytes=settings.max_queued_bytes)
-        metrics.watch(cache, queue)
+        recent = RecentEmbeddings(settings.max_recent_bytes)
+        metrics.watch(cache, queue, recent, settings.max_queued_images)
         limits = ImageLimits(
             max_bytes=settings.max_image_bytes,
             max_pixels=settings.max_image_pixels,
             max_aspect_ratio=settings.max_aspect_ratio,
         )
         encoder = Encoder(
-            family=family,
-            fingerprint=fingerprint,
+            readings=readings,
+            dtype=dtype,
             storage=settings.embedding_storage,
             limits=limits,
             queue=queue,
             pool=pool,
             batcher=batcher,
             cache=cache,
-            recent=RecentEmbeddings(settings.max_recent_bytes),
+            recent=recent,
             metrics=metrics,
             replica_name=f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}",
             public_url=settings.public_url,
+            accepts_embeddings=settings.accept_embeddings,
         )
         stack.push_async_callback(encoder.close)
         info = EncoderInfo(
             model=settings.model_name,
-            fingerprint=fingerprint,
+            fingerprint=encoder.fingerprint,
+            low_detail_fingerprint=None if families["low"] is family else readings["low"].fingerprint,
+            reads_several_in_low_detail=family.reads_several_in_low_detail,
+            accepts_embeddings=settings.accept_embeddings,
             dtype=dtype_name(dtype),
             hidden_size=family.hidden_size,
             max_image_bytes=limits.max_bytes,
@@ -153,7 +164,16 @@ async def _open(settings: VisionEncoderSettings, metrics: EncoderMetrics) -> Asy
             supported_formats=list(SUPPORTED_FORMATS),
         )
         _log_start(settings, info, device, family, max_batch_size)
-        yield encoder, info
+        watched = Watched(
+            model=settings.model_name,
+            max_queued_images=settings.max_queued_images,
+            queue=queue,
+            batcher=batcher,
+            recent=recent,
+            cache=cache,
+            metrics=metrics,
+        )
+        yield encoder, info, watched
 
 
 def _record_graphs(family: Family, device: torch.device) -> None:
@@ -163,8 +183,11 @@ def _record_graphs(family: Family, device: torch.device) -> None:
     log.info("CUDA graphs of the tower captured", seconds=round(time.monotonic() - started, 1), mib=mib)
 
 
-async def _open_pool(stack: AsyncExitStack, settings: VisionEncoderSettings, family: Family) -> DecodePool:
-    config = WorkerConfig(family.preprocessing, settings.background_colour, settings.max_image_pixels)
+async def _open_pool(
+    stack: AsyncExitStack, settings: VisionEncoderSettings, families: Mapping[Detail, Family]
+) -> DecodePool:
+    preprocessing = {detail: family.preprocessing for detail, family in families.items()}
+    config = WorkerConfig(preprocessing, settings.background_colour, settings.max_image_pixels)
     pool = DecodePool(config, num_workers=settings.decode_workers, timeout_s=settings.decode_timeout_s)
     stack.push_async_callback(pool.close)
     await pool.start()
@@ -184,6 +207,7 @@ def _open_batcher(
 
 async def _warm_up(batcher: Batcher[PreparedImage, bytes | EncodeFailed], family: Family) -> None:
     """The first pass compiles and lays out; no request should wait for that. It also proves that the model runs."""
+    log.info("warming up: one picture, so that no request waits for what only the first one needs")
     height, width = family.preprocessing.size
     pixels = family.preprocessing.apply(Image.new("RGB", (width, height), (127, 127, 127)))
     result = await batcher.submit(PreparedImage(torch.from_numpy(pixels), width, height), None)
@@ -211,6 +235,7 @@ def _log_start(
         fingerprint=info.fingerprint[:12],
         device=str(device),
         dtype=info.dtype,
+        quantization=settings.quantization,
         tower_input=f"{width}x{height}",
         hidden_size=info.hidden_size,
         tower_threads=settings.tower_threads,

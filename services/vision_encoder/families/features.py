@@ -5,7 +5,7 @@ What a family adds is how the tiles are cut and in which order their rows stand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,6 +35,32 @@ CLIP_L_336: Final = {
 MAX_TILES_PER_PASS: Final = 32
 
 
+class TilePasses:
+    """8-bit tiles [num_tiles, 3, side, side] -> `run` of them, a bounded number at once, as graphs where recorded.
+
+    run   normalized pixels [num_tiles, 3, side, side] -> [num_tiles, num_rows, hidden_size], each tile by itself
+    """
+
+    def __init__(self, tower: VisionTower, run: Callable[[Tensor], Tensor]) -> None:
+        self._tower = tower
+        self._run = run
+        self._graphs: PassGraphs | None = None
+
+    @torch.inference_mode()
+    def record_graphs(self, capture: Capture) -> None:
+        side, weight = self._tower.config.image_size, self._tower.position_embedding
+        self._graphs = PassGraphs(self._run, weight.new_zeros(3, side, side), capture)
+
+    @torch.inference_mode()
+    def __call__(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
+        return torch.cat([self._one_pass(some, preprocessing) for some in torch.split(tiles, MAX_TILES_PER_PASS)])
+
+    def _one_pass(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
+        weight = self._tower.position_embedding
+        pixels = normalize(tiles.to(weight.device), preprocessing).to(weight.dtype)
+        return self._run(pixels) if self._graphs is None else self._graphs(pixels)
+
+
 @dataclass(slots=True)
 class TileFeatures:
     """Tower and projector of one checkpoint.
@@ -46,7 +72,10 @@ class TileFeatures:
     tower: VisionTower
     projector: Projector
     drops_first: bool
-    graphs: PassGraphs | None = field(default=None, init=False)
+    passes: TilePasses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.passes = TilePasses(self.tower, self._rows)
 
     @property
     def hidden_size(self) -> int:
@@ -74,20 +103,12 @@ class TileFeatures:
         prepare(self.tower, device, dtype)
         prepare(self.projector, device, dtype)
 
-    @torch.inference_mode()
     def record_graphs(self, capture: Capture) -> None:
-        side, weight = self.tower.config.image_size, self.tower.position_embedding
-        self.graphs = PassGraphs(self._rows, weight.new_zeros(3, side, side), capture)
+        self.passes.record_graphs(capture)
 
-    @torch.inference_mode()
     def __call__(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
         """8-bit tiles [num_tiles, 3, height, width] -> [num_tiles, num_rows, hidden_size]"""
-        return torch.cat([self._one_pass(some, preprocessing) for some in torch.split(tiles, MAX_TILES_PER_PASS)])
-
-    def _one_pass(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
-        weight = self.tower.position_embedding
-        pixels = normalize(tiles.to(weight.device), preprocessing).to(weight.dtype)
-        return self._rows(pixels) if self.graphs is None else self.graphs(pixels)
+        return self.passes(tiles, preprocessing)
 
     def _rows(self, pixels: Tensor) -> Tensor:
         states = [state[:, 1:] if self.drops_first else state for state in self.tower(pixels)]

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.preprocessing.registry import to_json
 from shared.cuda_capture import Capture
 from shared.hashing import digest
 from shared.torch_io import dtype_name
-from shared.wire import ImageMetadata
+from shared.wire import Detail, ImageMetadata
+
+# "Low detail" where a picture may have any size: within so many pixels squared, as OpenAI defines it.
+LOW_DETAIL_SIDE: Final = 512
 
 # Raise when a change of our code changes embeddings: keys of older versions are then never read again.
 CODE_SCHEME: Final = b"diptych-encoder-v1"
@@ -31,15 +34,36 @@ class PreparedImage:
 
     pixels          8-bit [num_tiles, 3, height, width]
     width, height   of the upright picture that the tiles were made of
+    detail          which of the model's readings it was made for
     """
 
     pixels: Tensor
     width: int
     height: int
+    detail: Detail = "high"
 
 
 class Family(Protocol):
-    """One loaded model. `prepare_weights` once, then `encode` from one thread."""
+    """One loaded model. `prepare_weights` once, then `encode` from one thread.
+
+    Where a model can read a picture more cheaply, that reading is a family of its own over the same weights.
+    """
+
+    @property
+    def low_detail(self) -> Family | None:
+        """The cheapest reading, for pictures of detail "low"; None: there is one reading. Ask when weights are
+        prepared."""
+        ...
+
+    @property
+    def reads_several_in_low_detail(self) -> bool:
+        """A conversation with more than one picture was trained on in low detail."""
+        ...
+
+    @property
+    def tower(self) -> nn.Module:
+        """The ViT, `layers` in it: a `towers.VisionTower` or a `rotary_tower.RotaryTower`."""
+        ...
 
     @property
     def preprocessing(self) -> Preprocessing: ...

@@ -7,7 +7,7 @@ picture is cut away again, and a learned row marks the end of each line.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +24,10 @@ from services.vision_encoder.families.features import (
     load_tile_features,
 )
 from services.vision_encoder.families.interface import PreparedImage, fingerprint
+from services.vision_encoder.families.tiled import Tiled
 from services.vision_encoder.preprocessing.anyres import AnyRes, load_anyres
-from services.vision_encoder.towers import TowerConfig
+from services.vision_encoder.preprocessing.interface import Preprocessing
+from services.vision_encoder.towers import TowerConfig, VisionTower
 from services.vision_encoder.weights import WeightReader
 from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
@@ -62,23 +64,72 @@ class Mosaic:
         return self.scaled_to or (self.rows.stop - self.rows.start, self.columns.stop - self.columns.start)
 
 
+@dataclass(frozen=True, slots=True)
+class OneTile:
+    """The rows of one tile and one `newline` [hidden_size]: what low detail leaves of a picture."""
+
+    tile: TileFeatures
+    newline: Tensor
+
+    @property
+    def tower(self) -> VisionTower:
+        return self.tile.tower
+
+    @property
+    def hidden_size(self) -> int:
+        return self.tile.hidden_size
+
+    @property
+    def choices(self) -> Mapping[str, object]:
+        return self.tile.choices
+
+    def prepare_weights(self, device: torch.device, dtype: torch.dtype) -> None:
+        """They are the whole model's and prepared with it."""
+
+    def record_graphs(self, capture: Capture) -> None:
+        """So are its graphs."""
+
+    def __call__(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
+        """8-bit [batch, 3, height, width] -> [batch, num_rows + 1, hidden_size]"""
+        rows = self.tile(tiles, preprocessing)
+        return torch.cat((rows, self.newline.expand(len(rows), 1, -1)), dim=1)
+
+
 @dataclass(slots=True)
 class LlavaNext:
-    """Both families; they differ in what happens to large mosaics.
+    """Both families; they differ in what happens to large mosaics and to several pictures.
 
     newline     [hidden_size], behind each line of patches
     max_tiles   a mosaic of more than 1.21 times the patches of so many tiles is scaled down; None: it never is
+    reads_several_in_low_detail   LLaVA-OneVision: more than one picture in a conversation have one tile each, padded
+                to a square instead of squeezed
     """
 
     features: TileFeatures
     preprocessing: AnyRes
     newline: Tensor
     max_tiles: int | None
+    reads_several_in_low_detail: bool
     weights_digest: bytes
+
+    @property
+    def tower(self) -> VisionTower:
+        return self.features.tower
 
     @property
     def hidden_size(self) -> int:
         return self.features.hidden_size
+
+    @property
+    def low_detail(self) -> Tiled:
+        """The whole picture in one tile."""
+        num_tokens = self.features.num_rows + 1
+
+        def describe(width: int, height: int) -> ImageMetadata:
+            return ImageMetadata(num_tokens=num_tokens, width=width, height=height)
+
+        whole = self.preprocessing.whole_picture(is_padded=self.reads_several_in_low_detail)
+        return Tiled(OneTile(self.features, self.newline), whole, self.weights_digest, describe)
 
     def describe(self, width: int, height: int) -> ImageMetadata:
         num_lines, line_length = self._mosaic(width, height).size
@@ -158,6 +209,7 @@ def load_llava_next(folder: Path, config: dict[str, Any]) -> LlavaNext:
         feature_layer=config.get("vision_feature_layer", -2),
         strategy=config.get("vision_feature_select_strategy", "default"),
         max_tiles=None,
+        reads_several_in_low_detail=False,
     )
 
 
@@ -170,6 +222,7 @@ def load_llava_onevision(folder: Path, config: dict[str, Any]) -> LlavaNext:
         feature_layer=config.get("vision_feature_layer", -1),
         strategy=config.get("vision_feature_select_strategy", "full"),
         max_tiles=_max_tiles(config.get("vision_aspect_ratio", "anyres_max_9")),
+        reads_several_in_low_detail=True,
     )
 
 
@@ -182,6 +235,7 @@ def _load(
     feature_layer: object,
     strategy: str,
     max_tiles: int | None,
+    reads_several_in_low_detail: bool,
 ) -> LlavaNext:
     preprocessing = load_anyres(folder, tile_size=tower_config.image_size, resolutions=resolutions)
     check_tile_size(preprocessing, tower_config)
@@ -193,7 +247,7 @@ def _load(
             f"together from {tower_config.grid_size} x {tower_config.grid_size}"
         )
     newline = reader.read(("", "model."), "image_newline", (features.hidden_size,))
-    return LlavaNext(features, preprocessing, newline, max_tiles, reader.digest)
+    return LlavaNext(features, preprocessing, newline, max_tiles, reads_several_in_low_detail, reader.digest)
 
 
 def _max_tiles(value: object) -> int:

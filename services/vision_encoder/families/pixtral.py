@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.families.features import normalize, resolve_feature_layers
-from services.vision_encoder.families.interface import PreparedImage, fingerprint
+from services.vision_encoder.families.interface import LOW_DETAIL_SIDE, PreparedImage, fingerprint
 from services.vision_encoder.preprocessing.native_resolution import WithinBox, load_within_box
 from services.vision_encoder.projector import Projector
 from services.vision_encoder.rotary_tower import (
@@ -75,6 +75,17 @@ class Pixtral:
     @property
     def hidden_size(self) -> int:
         return self.projector.output_size
+
+    @property
+    def low_detail(self) -> Pixtral | None:
+        """In a smaller box."""
+        box = tuple(min(side, LOW_DETAIL_SIDE) for side in self.preprocessing.box)
+        smaller = replace(self.preprocessing, box=box)
+        return None if smaller == self.preprocessing else replace(self, preprocessing=smaller)
+
+    @property
+    def reads_several_in_low_detail(self) -> bool:
+        return False
 
     def describe(self, width: int, height: int) -> ImageMetadata:
         lines, columns = self.preprocessing.grid(width, height)

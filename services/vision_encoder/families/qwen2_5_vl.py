@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from services.vision_encoder.families.features import normalize
-from services.vision_encoder.families.interface import PreparedImage, fingerprint
+from services.vision_encoder.families.interface import LOW_DETAIL_SIDE, PreparedImage, fingerprint
 from services.vision_encoder.preprocessing.native_resolution import WithinBudget, load_within_budget
 from services.vision_encoder.rotary_tower import (
     Groups,
@@ -83,6 +83,17 @@ class Qwen25Vl:
     @property
     def hidden_size(self) -> int:
         return self.merger.output_size
+
+    @property
+    def low_detail(self) -> Qwen25Vl | None:
+        """Within a smaller budget."""
+        budget = self.preprocessing
+        smaller = replace(budget, max_pixels=min(budget.max_pixels, max(budget.min_pixels, LOW_DETAIL_SIDE**2)))
+        return None if smaller == budget else replace(self, preprocessing=smaller)
+
+    @property
+    def reads_several_in_low_detail(self) -> bool:
+        return False
 
     def describe(self, width: int, height: int) -> ImageMetadata:
         lines, columns = self.preprocessing.grid(width, height)

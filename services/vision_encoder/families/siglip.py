@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from services.vision_encoder.families.features import normalize
-from services.vision_encoder.pass_graphs import PassGraphs
+from services.vision_encoder.families.features import TilePasses
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.towers import TowerConfig, VisionTower
 from services.vision_encoder.weights import TOWER_PREFIXES, WeightReader, load_tower, prepare
@@ -29,7 +28,10 @@ class SiglipFeatures:
     tower: VisionTower
     post_layernorm: nn.LayerNorm
     connector: Connector
-    graphs: PassGraphs | None = field(default=None, init=False)
+    passes: TilePasses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.passes = TilePasses(self.tower, self._rows)
 
     @property
     def hidden_size(self) -> int:
@@ -49,17 +51,12 @@ class SiglipFeatures:
         for module in (self.tower, self.post_layernorm, self.connector):
             prepare(module, device, dtype)
 
-    @torch.inference_mode()
     def record_graphs(self, capture: Capture) -> None:
-        side, weight = self.tower.config.image_size, self.tower.position_embedding
-        self.graphs = PassGraphs(self._rows, weight.new_zeros(3, side, side), capture)
+        self.passes.record_graphs(capture)
 
-    @torch.inference_mode()
     def __call__(self, tiles: Tensor, preprocessing: Preprocessing) -> Tensor:
         """8-bit tiles [num_tiles, 3, height, width] -> [num_tiles, num_rows, output_size]"""
-        weight = self.tower.position_embedding
-        pixels = normalize(tiles.to(weight.device), preprocessing).to(weight.dtype)
-        return self._rows(pixels) if self.graphs is None else self.graphs(pixels)
+        return self.passes(tiles, preprocessing)
 
     def _rows(self, pixels: Tensor) -> Tensor:
         [features] = self.tower(pixels)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.families.siglip import Connector, SiglipFeatures, load_siglip
 from services.vision_encoder.families.tiled import Tiled
-from services.vision_encoder.preprocessing.split_tiles import load_split_tiles
+from services.vision_encoder.preprocessing.split_tiles import SplitTiles, load_split_tiles
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader
 from shared.torch_io import Checkpoint
@@ -79,17 +79,23 @@ def load_smolvlm(folder: Path, config: dict[str, Any]) -> Tiled:
     tower.position_embedding = nn.Parameter(tower.position_embedding.detach()[tile_positions])
     connector = _load_connector(reader, tower.config, scale=int(config.get("scale_factor", 2)))
 
-    def describe(width: int, height: int) -> ImageMetadata:
-        rows, columns = preprocessing.grid(width, height)
-        per_tile = connector.num_rows
-        return ImageMetadata(
-            num_tokens=per_tile * (rows * columns + 1),
-            width=width,
-            height=height,
-            layout=tuple(_layout(rows, columns, per_tile)),
-        )
+    features = SiglipFeatures(tower, post_layernorm, connector)
 
-    return Tiled(SiglipFeatures(tower, post_layernorm, connector), preprocessing, reader.digest, describe)
+    def reading(preprocessing: SplitTiles, low_detail: Tiled | None) -> Tiled:
+        def describe(width: int, height: int) -> ImageMetadata:
+            rows, columns = preprocessing.grid(width, height)
+            per_tile = connector.num_rows
+            return ImageMetadata(
+                num_tokens=per_tile * (rows * columns + 1),
+                width=width,
+                height=height,
+                layout=tuple(_layout(rows, columns, per_tile)),
+            )
+
+        return Tiled(features, preprocessing, reader.digest, describe, low_detail)
+
+    whole = reading(dataclasses.replace(preprocessing, splits=False), None)
+    return reading(preprocessing, whole) if preprocessing.splits else whole
 
 
 def _load_connector(reader: WeightReader, tower_config: TowerConfig, scale: int) -> PixelShuffle:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from services.vision_encoder.families.interface import PreparedImage, fingerprint
+from services.vision_encoder.families.interface import Family, PreparedImage, fingerprint
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from shared.cuda_capture import Capture
 from shared.wire import ImageMetadata
@@ -20,6 +20,9 @@ from shared.wire import ImageMetadata
 
 class Features(Protocol):
     """Tower and what follows it; `features.TileFeatures` or `siglip.SiglipFeatures`."""
+
+    @property
+    def tower(self) -> nn.Module: ...
 
     @property
     def hidden_size(self) -> int: ...
@@ -47,6 +50,15 @@ class Tiled:
     preprocessing: Preprocessing
     weights_digest: bytes
     describe: Callable[[int, int], ImageMetadata]
+    low_detail: Family | None = None
+
+    @property
+    def reads_several_in_low_detail(self) -> bool:
+        return False
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.features.tower
 
     @property
     def hidden_size(self) -> int:

@@ -25,6 +25,7 @@ from services.vision_encoder.preprocessing.processor_file import (
     read_processor,
     read_resample,
 )
+from services.vision_encoder.preprocessing.single_tile import SingleTile
 
 Size = tuple[int, int]
 
@@ -68,6 +69,19 @@ class AnyRes:
         grid = np.asarray(canvas).reshape(down, side, across, side, 3).transpose(0, 2, 4, 1, 3)
         whole = np.asarray(image.resize((side, side), resample=resample)).transpose(2, 0, 1)
         return np.concatenate((whole[None], grid.reshape(-1, 3, side, side)))
+
+    def whole_picture(self, *, is_padded: bool) -> SingleTile:
+        """One tile of the whole picture: squeezed as the first one here is, or padded to a square with the mean."""
+        return SingleTile(
+            pad_colour=tuple(int(value * 255) for value in self.mean) if is_padded else None,
+            shortest_edge=None,
+            resize_to=self.size,
+            crop_to=None,
+            resample=self.resample,
+            rescale_factor=self.rescale_factor,
+            mean=self.mean,
+            std=self.std,
+        )
 
     def _best_resolution(self, width: int, height: int) -> Size:
         """The one that keeps most of the picture's own pixels; of those, the one with the least left over."""
