@@ -61,6 +61,12 @@ class ImageTooLarge(InvalidImage):
     code = "image_too_large"
 
 
+class InvalidEmbedding(InvalidRequest):
+    """What was sent in place of a picture is no embedding that this model can read."""
+
+    code = "invalid_embedding"
+
+
 class InvalidImageUrl(InvalidRequest):
     code = "invalid_image_url"
 
@@ -81,6 +87,14 @@ class Unauthorized(DiptychError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class ServiceTokenRefused(DiptychError):
+    """Whoever asked is none of our own services; seen by them and by operators, never by a client of the gateway."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_service_token"
 
 
 class NotFound(DiptychError):
@@ -106,9 +120,12 @@ class EmbeddingNotFound(NotFound):
 
 
 class MethodNotAllowed(DiptychError):
+    """allowed   the methods that the path takes, as the header `Allow` lists them; "" if that is not known"""
+
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
+    allowed: str = ""
 
 
 class PayloadTooLarge(DiptychError):
@@ -145,6 +162,12 @@ class UpstreamFailed(DiptychError):
     status = 502
     type = "upstream_error"
     code = "upstream_failed"
+
+
+class UpstreamTooLong(UpstreamFailed):
+    """Another service answered this request with more than may be read, as any other replica would."""
+
+    code = "upstream_too_long"
 
 
 class UpstreamTimeout(DiptychError):
@@ -186,5 +209,7 @@ def error_from_body(status: int, body: object, *, retry_after_s: float | None = 
         return UpstreamFailed(f"another service answered with status {status} and no error object")
     fallback = _BY_STATUS.get(status, UpstreamFailed if status >= 500 else InvalidRequest)
     cls = _BY_CODE.get(str(error.get("code")), fallback)
+    if cls is ServiceTokenRefused:  # our client did nothing wrong, and has no such token to mend
+        return UpstreamFailed("another service refused this one's token: DIPTYCH_SERVICE_TOKEN differs between them")
     param = error.get("param")
     return cls(error["message"], param=param if isinstance(param, str) else None, retry_after_s=retry_after_s)

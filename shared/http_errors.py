@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from shared.errors import (
     DiptychError,
@@ -19,16 +20,19 @@ from shared.errors import (
     PayloadTooLarge,
     UpstreamFailed,
 )
-from shared.log import redact
+from shared.log import MAX_VALUE_CHARS, redact
 from shared.wire import WireError
 
 MAX_ECHO_CHARS = 80
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
 def error_response(error: DiptychError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, MethodNotAllowed) and error.allowed:
+        headers["Allow"] = error.allowed
     return Response(
         orjson.dumps(error.to_body()), status_code=error.status, headers=headers, media_type="application/json"
     )
@@ -64,12 +68,23 @@ def _from_http_exception(request: Request, error: HTTPException) -> DiptychError
     if error.status_code == 404:
         return NotFound(f"there is no {where} here")
     if error.status_code == 405:
-        return MethodNotAllowed(f"{where} is not allowed; the path takes another method")
+        allowed = _allowed_methods(request)
+        refused = MethodNotAllowed(f"{where} is not allowed; the path takes {allowed}")
+        refused.allowed = allowed
+        return refused
     if error.status_code == 413:
         return PayloadTooLarge(str(error.detail))
     if error.status_code < 500:
         return InvalidRequest(str(error.detail))
     return UpstreamFailed(str(error.detail))
+
+
+def _allowed_methods(request: Request) -> str:
+    """Of all routes of this path: the one that refused says only its own."""
+    routes = request.app.routes
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    allowed = [m for m, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
+    return ", ".join(allowed)
 
 
 def from_validation_errors(errors: list[Any]) -> InvalidRequest:
@@ -95,5 +110,5 @@ def location(parts: tuple[Any, ...] | list[Any]) -> str | None:
 
 
 def _short(value: object) -> str:
-    shown = redact(repr(value))
+    shown = redact(repr(value[:MAX_VALUE_CHARS] if isinstance(value, str | bytes) else value))
     return shown if len(shown) <= MAX_ECHO_CHARS else f"{shown[:MAX_ECHO_CHARS]}…"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import structlog
@@ -44,18 +45,21 @@ class RequestIds:
 class Responder:
     """Sends an answer with the request's id, and the answer to an exception that nobody expected.
 
-    status   of the answer, once it has begun
+    more_headers   of the answer, asked for when it begins
+    status         of the answer, once it has begun
     """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, more_headers: Callable[[], Mapping[str, str]] = dict) -> None:
         self._send = send
+        self._more_headers = more_headers
         self._id_header = (REQUEST_ID_HEADER.lower().encode(), request_id.encode())
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], self._id_header]
+            more = [(name.encode(), value.encode()) for name, value in self._more_headers().items()]
+            message["headers"] = [*message["headers"], self._id_header, *more]
         await self._send(message)
 
     async def fail(self, error: Exception, scope: Scope, receive: Receive) -> None:

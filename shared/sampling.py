@@ -7,7 +7,7 @@ check serves the HTTP gateway, the engine's own API and the offline `LLM`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from shared.errors import InvalidRequest
 
@@ -15,6 +15,7 @@ ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "gramm
 CONSTRAINT_KINDS: Final[tuple[str, ...]] = get_args(ConstraintKind)
 MAX_CONSTRAINT_CHARS = 2**18
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 200_000  # in one answer, all its prompts together: some 20 MB of JSON
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
 MAX_SEED = 2**63 - 1
@@ -73,6 +74,8 @@ class SamplingParams:
     repetition_penalty  [0.01, 10]; over prompt and output text tokens, image placeholders excluded
     logit_bias          token id -> [-100, 100]
     logprobs            None: none; k: the sampled token's and the k best tokens' log-probabilities
+    prompt_logprobs     the same for the tokens of the prompt, each given those before it
+    extra_args          for the operator's logits processors: the name of one -> its arguments
     min_tokens          no end-of-sequence or stop token before this many tokens
     constraint          the answer must match it; end-of-sequence is allowed only where it is complete. `stop` strings
                         still cut it: they are the client's own wish
@@ -96,6 +99,8 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    extra_args: dict[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     skip_special_tokens: bool = True
 
@@ -123,6 +128,23 @@ class SamplingParams:
             _whole("stop_token_ids", token_id, 0, None)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, param="top_logprobs")
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        if not isinstance(self.extra_args, dict):
+            raise InvalidRequest("extra_args is an object from logits processors to arguments", param="vllm_xargs")
+
+    def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
+        """Raises InvalidRequest if so long a prompt has too many: each is an object until the answer is sent."""
+        if self.prompt_logprobs is None:
+            return
+        num_logprobs = num_prompt_tokens * (1 + self.prompt_logprobs)
+        if num_logprobs > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"{1 + self.prompt_logprobs} log-probabilities of each of {num_prompt_tokens} prompt tokens are "
+                f"{num_logprobs}; one answer has room for {MAX_PROMPT_LOGPROBS}, all its prompts and choices together: "
+                "ask for fewer of each token, or score less text at a time",
+                param="prompt_logprobs",
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -6,11 +6,12 @@ The fields themselves, with default and unit, live in each service's `config.py`
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, NoDecode
 
 from shared.log import redact
 
@@ -19,6 +20,34 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 class SettingsError(ValueError):
     """One line per bad setting: the variable, its value, what was wanted."""
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+# Separated by commas.
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """ "512MiB", "2 GiB" or plain bytes -> bytes. Raises ValueError naming the forms that are known."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
+    unit = match.group(2) if match else None
+    if match is None or (unit not in _UNITS and f"{unit}B" not in _UNITS):
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match.group(1)) * _UNITS[unit if unit in _UNITS else f"{unit}B"])
+
+
+def _is_size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+Size = Annotated[str, AfterValidator(_is_size)]  # as the operator wrote it
 
 
 def _blank_is_unset(value: object) -> object:
@@ -72,6 +101,8 @@ def _explain(cls: type[BaseSettings], details: ErrorDetails, given: dict[str, An
     if details["type"] == "missing":
         description = cls.model_fields[field].description if field else None
         return f"{where} is not set" + (f"; wanted: {description}" if description else "")
+    if field is not None and "SecretStr" in repr(cls.model_fields[field].annotation):
+        return f"{where} (not shown): {details['msg']}"
     return f"{where} = {redact(repr(details['input']))}: {details['msg']}"
 
 

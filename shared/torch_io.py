@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared import tensor_blob
+from shared.load_progress import LoadProgress
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -71,6 +72,8 @@ class Checkpoint:
                 except SafetensorError as error:
                     raise ValueError(f"{shard} is damaged or no safetensors file: {error}") from error
 
+        self._progress = LoadProgress(self.size_bytes)
+
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
@@ -87,6 +90,7 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         with safe_open(self._files[name], framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
+        self._progress.read(tensor.nbytes)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -97,6 +101,7 @@ class Checkpoint:
         """One slice for each leading dimension; only the bytes of that part are read."""
         with safe_open(self._files[name], framework="pt") as opened:
             tensor: torch.Tensor = opened.get_slice(name)[part]
+        self._progress.read(tensor.nbytes)
         return tensor
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,4 +110,6 @@ class Checkpoint:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
                     if self._files.get(name) == file:
-                        yield name, opened.get_tensor(name)
+                        tensor = opened.get_tensor(name)
+                        self._progress.read(tensor.nbytes)
+                        yield name, tensor

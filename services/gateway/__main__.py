@@ -13,4 +13,4 @@ if __name__ == "__main__":
         settings = load_settings(GatewaySettings)
     except SettingsError as error:
         sys.exit(str(error))
-    sys.exit(run(settings))
+    run(settings)

@@ -11,20 +11,27 @@ from services.gateway.balancer import is_replica_fault
 from services.gateway.encoding import Encoding
 from services.gateway.generation import Generation
 from services.gateway.images import at_part
+from services.gateway.timeline import ImageStory, Timeline
 from shared.errors import DiptychError, EmbeddingNotFound, InvalidImage, UpstreamFailed
 from shared.wire import Encoded, ImageRef
 
 # When the engine complains about an image, the encoder's own words, which name the part, are at most this far behind.
 GRACE_S: Final = 0.5
+# An answer may be there before the encoder's last word, which it says once Redis has the embedding; the answer's
+# last line, which tells how long encoding took, waits this long for it.
+LAST_WORD_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedImage:
-    """encoding   the encode that this request started or joined; None if the image was known"""
+    """encoding      the encode that this request started or joined; None if the image was known
+    admitted_by   see services.gateway.timeline.ImageStory
+    """
 
     ref: ImageRef
     param: str
     encoding: Encoding | None
+    admitted_by: str
 
 
 class Admission:
@@ -40,6 +47,22 @@ class Admission:
     def timings(self) -> list[dict[str, float]]:
         """Stages of the encodes that have ended by now."""
         return [e.encoded.result().timings for e in self._joined if e.encoded.done() and not e.encoded.exception()]
+
+    async def tell(self, timeline: Timeline) -> None:
+        """Note how every picture came to be known, and when it was admitted and encoded."""
+        if running := self._running():
+            await asyncio.wait(running, timeout=LAST_WORD_S)
+        for number, image in enumerate(self.images):
+            timeline.images.append(ImageStory(image.ref.num_tokens, image.admitted_by))
+            if image.encoding is not None:
+                _tell_encode(image.encoding, number, timeline)
+
+    def numbers(self) -> dict[str, list[int]]:
+        """Image key -> where that picture stands in the request."""
+        numbers: dict[str, list[int]] = {}
+        for number, image in enumerate(self.images):
+            numbers.setdefault(image.ref.image_key, []).append(number)
+        return numbers
 
     def join(self, encoding: Encoding) -> None:
         encoding.join()
@@ -87,6 +110,18 @@ class Admission:
     async def _settle(self) -> None:
         if running := self._running():
             await asyncio.wait(running, timeout=GRACE_S, return_when=asyncio.FIRST_EXCEPTION)
+
+
+def _tell_encode(encoding: Encoding, number: int, timeline: Timeline) -> None:
+    """Its last span ends with its last word: that is where its clock and ours meet."""
+    is_complete = encoding.encoded.done() and not encoding.encoded.exception()
+    spans = encoding.encoded.result().spans if is_complete else []
+    began_at = encoding.encoded_at - max((span.start_s + span.duration_s for span in spans), default=0)
+    # We may hear of the admission when the work has begun: it ended when the work began, at the latest.
+    work_at = min((began_at + span.start_s for span in spans), default=encoding.admitted_at)
+    admitted_at = max(encoding.asked_at, min(encoding.admitted_at, work_at))
+    timeline.add("admit", encoding.asked_at, admitted_at, encoding.where, number)
+    timeline.add_all(spans, began_at=began_at, where=encoding.where, image=number)
 
 
 async def _discard(task: asyncio.Task[Generation]) -> None:

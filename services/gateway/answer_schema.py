@@ -34,6 +34,36 @@ class PromptTokensDetails(Answer):
     image_tokens: int
 
 
+class OutputTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class TimelineSpan(Answer):
+    """One stage's time. `where`: "gateway" or a replica; `image`: the picture's number; `source`: of an embedding."""
+
+    stage: str
+    start_ms: float
+    duration_ms: float
+    where: str
+    image: int | None = None
+    source: Literal["redis", "vision_encoder"] | None = None
+
+
+class TimelineImage(Answer):
+    num_tokens: int
+    admitted_by: Literal["gateway", "redis", "vision_encoder", "shared"] | None
+    embedding_from: Literal["prefix_cache", "text_engine", "redis", "vision_encoder"] | None
+
+
+class Timeline(Answer):
+    """What ran when, counted from the request's arrival at the gateway."""
+
+    spans: list[TimelineSpan]
+    images: list[TimelineImage]
+    first_token_ms: float | None
+    total_ms: float
+
+
 class Usage(Answer):
     """timings   seconds per stage"""
 
@@ -41,7 +71,9 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: OutputTokensDetails
     timings: dict[str, float]
+    timeline: Timeline
 
 
 class TopLogprob(Answer):
@@ -73,10 +105,20 @@ class ChatMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class PromptLogprob(Answer):
+    """Under the id of a token that could stand there: the prompt's own, or one of the best."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class ChatChoice(Answer):
@@ -93,11 +135,14 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class ChatDelta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatChunkChoice(Answer):
@@ -120,8 +165,8 @@ class ChatCompletionChunk(Answer):
 
 class CompletionLogprobs(Answer):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -130,6 +175,7 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class Completion(Answer):
@@ -161,6 +207,19 @@ class OutputMessage(Answer):
     content: list[OutputText]
 
 
+class ReasoningText(Answer):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Answer):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
 class OutputFunctionCall(Answer):
     id: str
     type: Literal["function_call"]
@@ -174,10 +233,6 @@ class InputTokensDetails(PromptTokensDetails):
     cache_write_tokens: int
 
 
-class OutputTokensDetails(Answer):
-    reasoning_tokens: int
-
-
 class ResponseUsage(Answer):
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -185,6 +240,7 @@ class ResponseUsage(Answer):
     output_tokens_details: OutputTokensDetails
     total_tokens: int
     timings: dict[str, float]
+    timeline: Timeline
 
 
 class ResponseAnswer(Answer):
@@ -195,7 +251,7 @@ class ResponseAnswer(Answer):
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     model: str
-    output: list[OutputMessage | OutputFunctionCall]
+    output: list[OutputReasoning | OutputMessage | OutputFunctionCall]
     usage: ResponseUsage | None
     store: Literal[False]
 
@@ -211,10 +267,14 @@ class ResponseEvent(Answer):
 
 
 class Model(Answer):
+    """root: where its weights are from; parent: of a LoRA adapter, the model that it adapts"""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: int
     supports_images: bool
 
@@ -233,6 +293,7 @@ class File(Answer):
     filename: str
     purpose: Literal["vision", "user_data", "assistants"]
     status: Literal["processed"]
+    uuid: str | None = None
 
 
 class FileList(Answer):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.gateway.streaming import chat_logprobs, completion_logprobs
+from services.gateway.streaming import chat_logprobs, completion_logprobs, reasoning_fields
 from services.gateway.tool_calls import NumberedCall
 from services.gateway.trace import Trace
 from shared.wire import Finished, TokenLogprob, Tokens
@@ -17,13 +17,15 @@ class Choice:
     """One choice of an answer, growing event by event."""
 
     pieces: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[NumberedCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, event: Tokens, calls: Sequence[NumberedCall] = ()) -> None:
+    def add(self, event: Tokens, calls: Sequence[NumberedCall] = (), reasoning: str = "") -> None:
         self.pieces.append(event.text)
+        self.reasoning.append(reasoning)
         self.calls += calls
         if event.logprobs is not None:
             self.logprobs = self.logprobs if self.logprobs is not None else []
@@ -37,6 +39,8 @@ class Choice:
 
     def to_chat(self, index: int) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if reasoning := "".join(self.reasoning):
+            message |= {"content": self.text or None, **reasoning_fields(reasoning)}
         if self.calls:
             message |= {"content": self.text or None, "tool_calls": [call.to_body() for call in self.calls]}
         return {"index": index, "message": message, "logprobs": chat_logprobs(self.logprobs), **self._end()}
@@ -49,8 +53,8 @@ class Choice:
         return {"finish_reason": self.finish_reason, **stop}
 
 
-def usage_of(all_finished: list[Finished], trace: Trace) -> dict[str, Any]:
-    """OpenAI's usage over all generations of a request, with image tokens and seconds per stage; noted in the trace."""
+def usage_of(all_finished: list[Finished], trace: Trace, num_reasoning_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's usage over all generations of a request, with image tokens and its stages' times; noted in the trace."""
     prompt = sum(finished.num_prompt_tokens for finished in all_finished)
     cached = sum(finished.num_cached_tokens for finished in all_finished)
     images = sum(finished.num_image_tokens for finished in all_finished)
@@ -64,5 +68,7 @@ def usage_of(all_finished: list[Finished], trace: Trace) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached, "image_tokens": images},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "timings": trace.rounded_stages(),
+        "timeline": trace.timeline.to_body(trace.first_token_s),
     }

@@ -7,20 +7,25 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
-from types import FrameType
+from typing import TYPE_CHECKING
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway.adapter_admin import AdapterAdmin, adapter_routes
+from services.gateway.assets import Assets
 from services.gateway.auth import Keyring
 from services.gateway.backends import EncoderClient, EngineClient
 from services.gateway.balancer import Pool
+from services.gateway.cache_admin import CacheAdmin, cache_routes
+from services.gateway.cache_salts import CacheSalts
 from services.gateway.chat import Chat
+from services.gateway.chosen_ids import ChosenIds
 from services.gateway.completions import Completions
 from services.gateway.config import GatewaySettings
 from services.gateway.counting import Counting
@@ -39,33 +44,46 @@ from services.gateway.openapi import document
 from services.gateway.page import page_routes
 from services.gateway.responses import Responses
 from services.gateway.routes import Stories, api_routes, document_routes, file_routes, model_routes, operator_routes
+from services.gateway.status import ControlRoom, gateway_state, status_routes
 from services.gateway.vision import Vision
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError
 from shared.http_errors import error_response, install_error_handlers
-from shared.log import configure_logging, get_logger
+from shared.log import configure_logging
+from shared.metrics import service_registry, watch_cache
 from shared.redis_link import RedisLink
+from shared.server import serve
+from shared.service_token import token_headers
+from shared.tracing import tracing
 from shared.wire import EncoderInfo, ModelInfo
 
-log = get_logger(__name__)
+if TYPE_CHECKING:
+    from shared.otel import Otel
+
 FILE_TIMEOUT_S = 2.0  # to write a file to Redis or read it: a picture of 20 MB takes 0.2 s at 1 Gbit/s
 
 
 def create_app(settings: GatewaySettings, lifecycle: Lifecycle | None = None) -> FastAPI:
     """lifecycle   whoever runs the app keeps it to tell it when to drain; None: it never drains"""
     lifecycle = lifecycle or new_lifecycle(settings)
-    registry = CollectorRegistry()
+    registry = service_registry("gateway")
+    metrics = GatewayMetrics(registry)
+    tracer = tracing("gateway")
     limits = KeyLimits(max_per_minute=settings.max_requests_per_minute, max_running=settings.max_running_requests)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            await _build(app, settings, lifecycle, limits, registry, stack)
+            if tracer is not None:
+                stack.push_async_callback(asyncio.to_thread, tracer.close)
+            await _build(app, settings, lifecycle, limits, registry, metrics, tracer, stack)
             yield
 
     # FastAPI's own document would not be true: bodies are read by hand, for their size limit and strict JSON.
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(RequestScope, lifecycle=lifecycle, limits=limits, metrics=GatewayMetrics(registry))
+    app.add_middleware(RequestScope, lifecycle=lifecycle, limits=limits, metrics=metrics)
+    if tracer is not None:
+        app.add_middleware(tracer.middleware)
     install_error_handlers(app)
     app.add_exception_handler(DiptychError, _on_error)
     return app
@@ -81,12 +99,17 @@ async def _build(
     lifecycle: Lifecycle,
     limits: KeyLimits,
     registry: CollectorRegistry,
+    metrics: GatewayMetrics,
+    tracer: Otel | None,
     stack: AsyncExitStack,
 ) -> None:
     http = await stack.enter_async_context(_http_client(settings))
+    if tracer is not None:
+        http.event_hooks["request"].append(tracer.hand_on)
     rng = random.Random()  # noqa: S311 - spreads load, guards nothing
-    engines: Pool[ModelInfo] = Pool(time.monotonic, rng, by_turns=settings.routing == "round_robin")
-    encoders: Pool[EncoderInfo] = Pool(time.monotonic, rng)
+    by_turns, wait_s = settings.routing == "round_robin", settings.replica_wait_s
+    engines: Pool[ModelInfo] = Pool(time.monotonic, rng, by_turns=by_turns, wait_s=wait_s)
+    encoders: Pool[EncoderInfo] = Pool(time.monotonic, rng, wait_s=wait_s)
     await _watch(settings, http, engines, encoders, stack)
 
     cache = EmbeddingCache(settings.redis_url)
@@ -102,18 +125,31 @@ async def _build(
         max_memory_bytes=settings.max_file_memory_bytes,
     )
     stack.push_async_callback(store.close)
-    loader = ImageLoader(_fetcher(settings, stack), store, max_images=settings.max_images_per_request)
-    generator = Generator(engines, EngineClient(http, start_timeout_s=settings.start_timeout_s))
-    chat = Chat(generator, vision, loader, max_image_bytes=settings.max_image_bytes)
+    chosen_ids = ChosenIds(store, ttl_s=settings.file_ttl_s)
+    loader = ImageLoader(_fetcher(settings, stack), store, chosen_ids, max_images=settings.max_images_per_request)
+    engine_client = EngineClient(http, start_timeout_s=settings.start_timeout_s)
+    generator = Generator(engines, engine_client)
+    salts = CacheSalts(by_key=settings.salt_cache_by_key)
+    chat = Chat(generator, vision, loader, salts, max_image_bytes=settings.max_image_bytes)
 
     StateCollector(registry, lifecycle, engines, encoders, vision)
+    watch_cache(registry, cache)
     keyring = Keyring(settings.api_keys)
-    stories = Stories(chat, Completions(generator), Responses(chat), Counting(generator, vision, chat))
+    stories = Stories(chat, Completions(generator, salts), Responses(chat), Counting(generator, vision, chat))
     app.include_router(api_routes(stories, keyring, limits, lifecycle, settings.max_body_bytes))
     app.include_router(file_routes(Files(store, _file_limits(settings)), keyring, limits))
     app.include_router(model_routes(generator, keyring))
     app.include_router(operator_routes(engines, encoders, lifecycle, registry))
-    app.include_router(page_routes(settings.samples_dir))
+    if settings.admin_keys:
+        admin = CacheAdmin(engines, engine_client)
+        app.include_router(cache_routes(admin, Keyring(settings.admin_keys), lifecycle))
+        app.include_router(adapter_routes(AdapterAdmin(engines, engine_client), Keyring(settings.admin_keys)))
+    assets = Assets()
+    app.include_router(page_routes(assets, settings.samples_dir))
+    if settings.status_page:
+        itself = partial(gateway_state, metrics, lifecycle, vision, cache)
+        room = ControlRoom(engines, encoders, http, gateway=itself, interval_s=settings.status_interval_s)
+        app.include_router(status_routes(room, assets, keyring))
     app.include_router(document_routes(document(app.routes, version("diptych"))))
 
 
@@ -127,6 +163,7 @@ def _http_client(settings: GatewaySettings) -> httpx.AsyncClient:
         timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s, pool=None),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=4.0),
         trust_env=False,
+        headers=token_headers(settings.service_token),
     )
 
 
@@ -200,42 +237,15 @@ async def _on_error(request: Request, error: Exception) -> Response:
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-class DrainingServer(uvicorn.Server):
-    """On a signal: says that it is leaving, keeps answering until the running requests are done, exits with 0.
-
-    Unlike `shared.server`, which closes its port at once: clients have nowhere else to go, so they get a 503.
-    """
-
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
-        super().__init__(config)
-        self._lifecycle = lifecycle
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        log.info("leaving", signal=sig, in_flight=self._lifecycle.num_in_flight)
-        self._lifecycle.drain()
-
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._lifecycle.may_exit()
-
-
-def run(settings: GatewaySettings) -> int:
-    """Serve until told to leave by SIGTERM or SIGINT. Returns the exit code."""
+def run(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT, and while it leaves: clients have nowhere else to go, so they get a 503."""
     configure_logging("gateway", settings.log_level, settings.log_format)
     lifecycle = new_lifecycle(settings)
-    config = uvicorn.Config(
+    serve(
         create_app(settings, lifecycle),
         host=settings.host,
         port=settings.port,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        proxy_headers=False,  # nobody here asks for the client's address
-        timeout_keep_alive=75,  # longer than the usual 60 s of balancers, so that they close first
-        timeout_graceful_shutdown=5,  # by then the requests have ended; this is for connections that linger
+        drain_timeout_s=settings.drain_timeout_s,
+        on_drain=lifecycle.drain,
+        may_exit=lifecycle.may_exit,
     )
-    server = DrainingServer(config, lifecycle)
-    server.run()
-    return 0 if server.started else 1

@@ -14,15 +14,19 @@ import httpx
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from shared.errors import DiptychError, NotReady, UpstreamFailed, UpstreamTimeout, error_from_body
-from shared.lines import LineSplitter
+from shared.errors import DiptychError, NotReady, UpstreamFailed, UpstreamTimeout, UpstreamTooLong, error_from_body
+from shared.lines import LineSplitter, LineTooLong
 from shared.wire import (
     DEADLINE_HEADER,
+    DETAIL_HEADER,
     IMAGE_KEY_HEADER,
     REQUEST_ID_HEADER,
+    SAFETENSORS,
     Admitted,
+    CacheState,
     DescribeRequest,
     DescribeResponse,
+    Detail,
     Encoded,
     EncodeEvent,
     EncodeFailedEvent,
@@ -30,6 +34,7 @@ from shared.wire import (
     Finished,
     GenerateEvent,
     GenerateRequest,
+    ModelInfo,
     Started,
     TokenizeRequest,
     TokenizeResponse,
@@ -51,12 +56,20 @@ class EncoderClient:
         self._encode_timeout_s = encode_timeout_s
 
     async def encode(
-        self, url: str, image: bytes, image_key: str, request_id: str
+        self,
+        url: str,
+        image: bytes,
+        image_key: str,
+        request_id: str,
+        *,
+        detail: Detail = "high",
+        is_embedding: bool = False,
     ) -> AsyncGenerator[Admitted | Encoded]:
         """Yields `Admitted`, then `Encoded`; whatever goes wrong, before or after, is raised."""
         headers = {
-            "Content-Type": "application/octet-stream",
+            "Content-Type": SAFETENSORS if is_embedding else "application/octet-stream",
             IMAGE_KEY_HEADER: image_key,
+            DETAIL_HEADER: detail,
             REQUEST_ID_HEADER: request_id,
             DEADLINE_HEADER: f"{self._admit_timeout_s + self._encode_timeout_s:g}",
         }
@@ -86,7 +99,7 @@ class EncoderClient:
 
 
 class EngineClient:
-    """`/v1/generate` and `/v1/tokenize` of one text engine."""
+    """Of a text engine: `/v1/generate` and `/v1/tokenize`, and what operators ask of its cache and its adapters."""
 
     def __init__(self, http: httpx.AsyncClient, *, start_timeout_s: float) -> None:
         self._http = http
@@ -121,6 +134,23 @@ class EngineClient:
             )
             await _raise_for_status(response)
             return TokenizeResponse.model_validate_json(response.content)
+
+    async def change_adapters(self, url: str, body: bytes) -> ModelInfo:
+        """Load or unload a LoRA adapter; what the engine serves then."""
+        with _upstream_errors("text engine"):
+            response = await self._http.post(url, content=body, headers={"Content-Type": "application/json"})
+            await _raise_for_status(response)
+            return ModelInfo.model_validate_json(response.content)
+
+    async def control_cache(self, method: str, url: str, body: bytes = b"") -> CacheState:
+        """One of the routes that answer with the cache's state."""
+        headers = {"Content-Type": "application/json"} if body else {}
+        with _upstream_errors("text engine"):
+            # Falling asleep takes as long as the caller allows, which the engine itself sees to.
+            timeout = httpx.Timeout(None, connect=self._http.timeout.connect)
+            response = await self._http.request(method, url, content=body, headers=headers, timeout=timeout)
+            await _raise_for_status(response)
+            return CacheState.model_validate_json(response.content)
 
 
 async def _encode_events(response: httpx.Response) -> AsyncIterator[Admitted | Encoded]:
@@ -167,7 +197,7 @@ async def _raise_for_status(response: httpx.Response) -> None:
 
 def _retry_after(response: httpx.Response) -> float | None:
     text = response.headers.get("retry-after", "")
-    return float(text) if text.isdigit() else None
+    return float(text) if text.isascii() and text.isdigit() else None  # "²" is a digit, and no number
 
 
 def _from_wire(error: WireError) -> DiptychError:
@@ -185,5 +215,7 @@ def _upstream_errors(service: str) -> Iterator[None]:
         raise UpstreamTimeout(f"the {service} stopped answering") from error
     except httpx.TransportError as error:
         raise UpstreamFailed(f"the connection to the {service} broke") from error
+    except LineTooLong as error:
+        raise UpstreamTooLong(f"the {service} sent an event that is too long") from error
     except ValidationError as error:
         raise UpstreamFailed(f"the {service} sent an event that is not understood") from error

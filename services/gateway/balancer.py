@@ -5,16 +5,27 @@ Pure bookkeeping over `Replica`s: no sockets, no clock of its own; `discovery` k
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shared.errors import DiptychError, EncodeFailed, NotReady, Overloaded, RateLimited, UpstreamFailed, UpstreamTimeout
+from shared.errors import (
+    DiptychError,
+    EncodeFailed,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    RateLimited,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamTooLong,
+)
 
 Info = TypeVar("Info")
 
@@ -29,6 +40,7 @@ LONGEST_EJECTION_S = 30.0
 # A replica that has just become ready has cold caches and often cold kernels: its share grows from a tenth.
 SLOW_START_S = 10.0
 FIRST_SHARE = 0.1
+MAX_WAITING = 1024  # requests that wait for a first replica; more are told at once that there is none
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +51,8 @@ class Replica(Generic[Info]):
     info          what it published about itself; None until first ready
     outstanding   requests of this gateway that it works on
     ready_since   when a probe found it ready after it had not been
+    number        its name for people, 1, 2, …: addresses are nothing for clients to see
+    problem       why it is not used although it runs, for people; "": nothing of the kind
     """
 
     url: str
@@ -50,6 +64,8 @@ class Replica(Generic[Info]):
     ejected_until: float = 0.0
     num_missed_probes: int = 0
     ready_since: float = -math.inf
+    number: int = 1
+    problem: str = ""
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -84,10 +100,18 @@ class Replica(Generic[Info]):
 class Pool(Generic[Info]):
     """The replicas of one service."""
 
-    def __init__(self, clock: Callable[[], float], rng: random.Random, *, by_turns: bool = False) -> None:
-        """by_turns   `least_loaded` goes round instead, looking at nothing"""
+    def __init__(
+        self, clock: Callable[[], float], rng: random.Random, *, by_turns: bool = False, wait_s: float = 0.0
+    ) -> None:
+        """
+        by_turns   `least_loaded` goes round instead, looking at nothing
+        wait_s     the longest that `until_available` waits
+        """
         self._clock = clock
         self._rng = rng
+        self._wait_s = wait_s
+        self._turned_ready = asyncio.Event()
+        self.num_waiting = 0
         self._turns = itertools.count() if by_turns else None
         self._replicas: dict[str, Replica[Info]] = {}
 
@@ -97,7 +121,10 @@ class Pool(Generic[Info]):
 
     def update(self, urls: Iterable[str]) -> None:
         """Make `urls` the replicas: known ones keep their state, vanished ones get no new requests."""
-        self._replicas = {url: self._replicas.get(url) or Replica(url) for url in dict.fromkeys(urls)}
+        known, wanted = self._replicas, list(dict.fromkeys(urls))
+        taken = {known[url].number for url in wanted if url in known}
+        free = (number for number in itertools.count(1) if number not in taken)
+        self._replicas = {url: known.get(url) or Replica(url, number=next(free)) for url in wanted}
 
     def available(
         self, avoid: Collection[Replica[Info]] = (), suits: Callable[[Info], bool] = lambda _: True
@@ -116,9 +143,29 @@ class Pool(Generic[Info]):
 
     def probed(self, replica: Replica[Info], *, ready: bool, info: Info | None) -> None:
         """What a probe has found out."""
-        if ready and not replica.ready:
+        turned_ready = ready and not replica.ready
+        if turned_ready:
             replica.ready_since = self._clock()
         replica.probed(ready, info)
+        if turned_ready:
+            self._turned_ready.set()
+
+    async def until_available(self) -> None:
+        """Wait while no replica can take anything, but not for ever: a service that scaled to zero may be on its way.
+
+        Returns in any case; whoever then finds no replica says so.
+        """
+        if self.available() or not self._wait_s or self.num_waiting >= MAX_WAITING:
+            return
+        self.num_waiting += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_s):
+                    while not self.available():
+                        self._turned_ready.clear()
+                        await self._turned_ready.wait()
+        finally:
+            self.num_waiting -= 1
 
     def loads(self, candidates: list[Replica[Info]]) -> dict[Replica[Info], float]:
         """Outstanding requests, the next one included, over the share of work that a replica is ready for.
@@ -162,12 +209,15 @@ def without_latest_failure(candidates: list[Replica[Info]]) -> list[Replica[Info
 
 
 def is_replica_fault(error: BaseException | None) -> bool:
-    """Whether the replica failed, not the request: EncodeFailed is about one image, and any encoder would say it."""
-    return isinstance(error, (UpstreamFailed, UpstreamTimeout)) and not isinstance(error, EncodeFailed)
+    """Whether the replica failed, not the request: EncodeFailed is about one image, and any encoder would say it;
+    UpstreamTooLong is about one answer."""
+    of_request = (EncodeFailed, UpstreamTooLong)
+    return isinstance(error, (UpstreamFailed, UpstreamTimeout)) and not isinstance(error, of_request)
 
 
 def is_worth_another_replica(error: BaseException) -> bool:
-    return is_replica_fault(error) or isinstance(error, (NotReady, Overloaded, RateLimited))
+    """ModelNotFound: it has unloaded an adapter since it was last asked what it has."""
+    return is_replica_fault(error) or isinstance(error, (NotReady, Overloaded, RateLimited, ModelNotFound))
 
 
 def by_rendezvous(candidates: list[Replica[Info]], key: bytes) -> Replica[Info] | None:

@@ -19,8 +19,11 @@ from shared.http_errors import from_validation_errors
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """Raises InvalidRequest, UnsupportedFeature, PayloadTooLarge; RequestAborted if the client leaves meanwhile."""
+async def read_json(request: Request, model: type[Model], max_bytes: int, *, if_empty: Model | None = None) -> Model:
+    """Raises InvalidRequest, UnsupportedFeature, PayloadTooLarge; RequestAborted if the client leaves meanwhile.
+
+    if_empty   what is meant where nothing is sent; None: something has to be
+    """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     # Browsers send other types across origins without asking; JSON they must ask for first.
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -28,6 +31,8 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     body = bytearray()
     async for chunk in limited_stream(request, max_bytes):
         body += chunk
+    if not body and if_empty is not None:
+        return if_empty
     return parse(bytes(body), model)
 
 
@@ -58,7 +63,7 @@ async def limited_stream(request: Request, max_bytes: int) -> AsyncGenerator[byt
     """
     too_large = PayloadTooLarge(f"the body is too large; at most {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
         raise too_large
     num_bytes = 0
     try:

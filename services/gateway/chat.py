@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.admission import Admission
 from services.gateway.answers import Choice, usage_of
+from services.gateway.auth import ANONYMOUS
+from services.gateway.cache_salts import CacheSalts
 from services.gateway.constraints import ToolPlan, constraint_of
-from services.gateway.generation import Generation, Generator
+from services.gateway.generation import AnswerCut, Generation, Generator
 from services.gateway.images import ImageLoader, LoadedImage
 from services.gateway.messages import affinity_parts, check_contents, image_sources, to_wire
-from services.gateway.schema import ChatRequest, Message, wire_sampling, wire_tools
+from services.gateway.prompt_tokens import prompt_logprobs_body
+from services.gateway.reasoning import ReasoningReader
+from services.gateway.schema import ChatRequest, Message, template_kwargs, wire_sampling, wire_tools
 from services.gateway.streaming import DONE, AnswerStream, ChatChunks, ChunkTail
+from services.gateway.timeline import GATEWAY, Timeline
 from services.gateway.tool_calls import NumberedCall, ToolReader
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
-from shared.errors import EmbeddingNotFound, EncodeFailed, UnsupportedFeature
+from shared.errors import ContextTooLong, EmbeddingNotFound, EncodeFailed, UnsupportedFeature
 from shared.hashing import digest
 from shared.wire import Finished, GenerateRequest, Tokens
 
@@ -43,7 +49,8 @@ class Question:
 class RunningChat:
     """A chat whose first token is there.
 
-    tools   None: no tools were offered, so text is text
+    reasoning   None: the model marks none
+    tools       None: no tools were offered, so text is text
     """
 
     id: str
@@ -51,36 +58,51 @@ class RunningChat:
     model: str
     generation: Generation
     admission: Admission
+    reasoning: ReasoningReader | None
     tools: ToolReader | None
 
-    def read(self, event: Tokens) -> tuple[Tokens, Sequence[NumberedCall]]:
-        """The event's text without calls of tools, and the calls."""
-        return (event, ()) if self.tools is None else self.tools.read(event)
+    def read(self, event: Tokens) -> tuple[Tokens, Sequence[NumberedCall], str]:
+        """The event's text without calls of tools and reasoning, the calls, and the reasoning."""
+        event, reasoning = (event, "") if self.reasoning is None else self.reasoning.read(event)
+        event, calls = (event, ()) if self.tools is None else self.tools.read(event)
+        return event, calls, reasoning
 
 
 class Chat:
-    def __init__(self, generator: Generator, vision: Vision, loader: ImageLoader, *, max_image_bytes: int) -> None:
+    def __init__(
+        self, generator: Generator, vision: Vision, loader: ImageLoader, salts: CacheSalts, *, max_image_bytes: int
+    ) -> None:
         self._generator = generator
         self._vision = vision
         self._loader = loader
+        self._salts = salts
         self._max_image_bytes = max_image_bytes
 
     async def complete(self, body: ChatRequest, trace: Trace) -> dict[str, Any]:
-        """The whole answer as one body."""
-        chat = await self.start(body, trace)
+        """The whole answer as one body. Nobody has seen anything of it before, so an engine that breaks over it is
+        replaced once, even in the middle."""
+        try:
+            return await self._read_whole(await self.start(body, trace), body, trace)
+        except AnswerCut:
+            return await self._read_whole(await self.start(body, trace), body, trace)
+
+    async def _read_whole(self, chat: RunningChat, body: ChatRequest, trace: Trace) -> dict[str, Any]:
+        """Raises AnswerCut if the engine breaks over it."""
         choices = [Choice() for _ in range(body.n)]
         usage: dict[str, Any] = {}
+        prompt_logprobs: list[dict[str, Any] | None] = []
         is_answered = False
         try:
             async for event in chat.generation.events():
                 if isinstance(event, Finished):
-                    usage = self.usage(chat, event, trace)
+                    usage = await self.usage(chat, event, trace)
                 else:
+                    prompt_logprobs += prompt_logprobs_body(event.prompt_tokens or [], body.prompt_logprobs or 0)
                     choices[event.index].add(*chat.read(event))
             is_answered = True
         finally:
             await self.end(chat, is_answered=is_answered)
-        return {
+        answer = {
             "id": chat.id,
             "object": "chat.completion",
             "created": chat.created,
@@ -88,6 +110,9 @@ class Chat:
             "choices": [choice.to_chat(index) for index, choice in enumerate(choices)],
             "usage": usage,
         }
+        if body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs
+        return answer
 
     async def stream(self, body: ChatRequest, trace: Trace) -> AnswerStream:
         """The same answer as frames; returns when the first token is there, so that errors before it stay plain."""
@@ -103,7 +128,7 @@ class Chat:
                 if not isinstance(event, Finished):
                     yield chunks.tokens(*chat.read(event))
                     continue
-                usage = self.usage(chat, event, trace)
+                usage = await self.usage(chat, event, trace)
                 is_answered = True
                 yield (chunks.usage(usage) if include_usage else b"") + DONE
 
@@ -116,6 +141,8 @@ class Chat:
 
     async def start(self, body: ChatRequest, trace: Trace) -> RunningChat:
         """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way."""
+        trace.timeline.hides_origins = self._salts.by_key
+        trace.timeline.add("receive", trace.started_at, time.perf_counter(), GATEWAY)
         trace.model = model = self._generator.model(body.model)
         plan = ToolPlan.of(body, self._generator.tool_format(model))
         sampling = wire_sampling(plan.applied_to(body.sampling(), constraint_of(body)))
@@ -131,7 +158,10 @@ class Chat:
                 # To the client this is no 404: it did nothing wrong and cannot do anything about it.
                 raise EncodeFailed(f"encoding failed twice: {error.message}", param=error.param) from error
         trace.first_token()
-        return RunningChat(question.id, int(time.time()), model, generation, admission, plan.reader())
+        form = self._generator.reasoning_format(model)
+        is_open = generation.started.is_reasoning_open
+        reasoning = None if form is None else ReasoningReader(form, is_open=is_open)
+        return RunningChat(question.id, int(time.time()), model, generation, admission, reasoning, plan.reader())
 
     async def _ask(self, question: Question, trace: Trace, *, fresh: bool) -> tuple[Generation, Admission]:
         """Admit the images and ask an engine at once: encoding them and prefilling the text before them overlap."""
@@ -141,16 +171,18 @@ class Chat:
             request_id=f"{question.id}-fresh" if fresh else question.id,
             messages=to_wire(body.messages, admission.refs),
             tools=question.tools,
+            template_kwargs=template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
             sampling=question.sampling,
             priority=body.priority,
-            cache_salt=body.cache_salt,
+            cache_salt=self._salts.salt(body.cache_salt, trace.key_name),
         )
         affinity = digest(request.cache_salt.encode(), *affinity_parts(request.messages or ()))
         try:
             opening = self._generator.open(
                 request, model=question.model, affinity=affinity, request_id=trace.request_id
             )
-            return await admission.guard(opening), admission
+            with _named_as_given(body):
+                return await admission.guard(opening), admission
         except BaseException:
             admission.release(abandoned=True)
             raise
@@ -164,16 +196,45 @@ class Chat:
         if not self._generator.takes_images(model):
             raise UnsupportedFeature(f"{model} takes text only; remove the image parts", param=sources[0].param)
         with trace.stage("fetch"):
-            return await self._loader.load(sources, self._vision.max_image_bytes(self._max_image_bytes))
+            max_bytes = self._vision.max_image_bytes(self._max_image_bytes)
+            images = await self._loader.load(sources, max_bytes, trace.key_name or ANONYMOUS)
+        for number, image in enumerate(images):
+            trace.timeline.add("fetch", image.asked_at, image.loaded_at, GATEWAY, number)
+        return images
 
-    async def admit(self, images: list[LoadedImage], trace: Trace, *, fresh: bool) -> Admission:
-        return await self._vision.admit(images, trace, fresh=fresh) if images else Admission()
+    async def admit(self, images: list[LoadedImage], trace: Trace, *, fresh: bool, num_others: int = 0) -> Admission:
+        """num_others   pictures of the conversation beside these, of which only the size is known"""
+        if not images:
+            return Admission()
+        return await self._vision.admit(images, trace, fresh=fresh, num_others=num_others)
 
-    def usage(self, chat: RunningChat, finished: Finished, trace: Trace) -> dict[str, Any]:
+    async def usage(self, chat: RunningChat, finished: Finished, trace: Trace) -> dict[str, Any]:
+        await self._tell(chat, finished, trace.timeline)
         for timings in chat.admission.timings:
             trace.merge(timings)
-        return usage_of([finished], trace)
+        num_reasoning_tokens = 0 if chat.reasoning is None else chat.reasoning.num_tokens
+        return usage_of([finished], trace, num_reasoning_tokens)
+
+    async def _tell(self, chat: RunningChat, finished: Finished, timeline: Timeline) -> None:
+        generation, numbers = chat.generation, chat.admission.numbers()
+        await chat.admission.tell(timeline)
+        timeline.add_all(finished.spans, began_at=generation.asked_at, where=generation.where, images=numbers)
+        for key, source in finished.embedding_sources.items():
+            for number in numbers.get(key, ()):
+                timeline.images[number] = replace(timeline.images[number], embedding_from=source)
 
     async def end(self, chat: RunningChat, *, is_answered: bool) -> None:
         chat.admission.release(abandoned=not is_answered)
         await chat.generation.aclose()
+
+
+@contextmanager
+def _named_as_given(body: ChatRequest) -> Iterator[None]:
+    """An answer's length has two names in this API; engines know one."""
+    try:
+        yield
+    except ContextTooLong as error:
+        if error.param != "max_tokens" or body.max_completion_tokens is None:
+            raise
+        name = "max_completion_tokens"
+        raise ContextTooLong(error.message.replace("max_tokens", name), param=name) from error

@@ -8,11 +8,14 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from services.gateway.answers import Choice, usage_of
+from services.gateway.cache_salts import CacheSalts
 from services.gateway.constraints import constraint_of
 from services.gateway.generation import Generation, Generator
+from services.gateway.prompt_tokens import Echo, PromptScores, ScoreLimit, completion_choice
 from services.gateway.schema import CompletionRequest, Prompt, wire_sampling
 from services.gateway.streaming import DONE, AnswerStream, ChunkTail, CompletionChunks
 from services.gateway.trace import Trace
@@ -26,28 +29,41 @@ _AFFINITY_TOKENS = 512
 
 
 class Completions:
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, salts: CacheSalts) -> None:
         self._generator = generator
+        self._salts = salts
 
     async def complete(self, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
         completion_id, model, generations = await self._start(body, trace)
         choices = [Choice() for _ in range(body.n * len(generations))]
+        scores = [PromptScores(body) for _ in generations]
         finished: list[Finished] = []
         try:
             async with aclosing(_merged(generations)) as events:
                 async for prompt_index, event in events:
                     if isinstance(event, Finished):
-                        finished.append(event)
+                        finished.append(_counted(event, body))
+                        _note(generations[prompt_index], event, trace)
                     else:
+                        scores[prompt_index].add(event.prompt_tokens or [])
                         choices[prompt_index * body.n + event.index].add(event)
         finally:
             await _close(generations)
+
+        def told() -> list[dict[str, Any]]:
+            texts = [generation.started.prompt_text or "" for generation in generations]
+            return [
+                completion_choice(choice, index, body, texts[index // body.n], scores[index // body.n])
+                for index, choice in enumerate(choices)
+            ]
+
         return {
             "id": completion_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
-            "choices": [choice.to_completion(index) for index, choice in enumerate(choices)],
+            # Of scored prompts that is long work, for which no other request is to wait.
+            "choices": await asyncio.to_thread(told) if scores[0].echoed else told(),
             "usage": usage_of(finished, trace),
         }
 
@@ -57,15 +73,19 @@ class Completions:
         include_usage = body.stream_options.include_usage
         tail = ChunkTail(body.stream_options, sum(generation.started.num_prompt_tokens for generation in generations))
         chunks = CompletionChunks(id=completion_id, created=int(time.time()), model=model, tail=tail)
+        echo = Echo(body)
 
         async def frames() -> AsyncGenerator[bytes]:
             finished: list[Finished] = []
             async with aclosing(_merged(generations)) as events:
                 async for prompt_index, event in events:
                     if isinstance(event, Finished):
-                        finished.append(event)
+                        finished.append(_counted(event, body))
+                        _note(generations[prompt_index], event, trace)
                     else:
-                        yield chunks.tokens(event, prompt_index * body.n + event.index)
+                        index = prompt_index * body.n + event.index
+                        prompt_text = generations[prompt_index].started.prompt_text
+                        yield chunks.tokens(echo.applied_to(event, index, prompt_text), index)
             usage = usage_of(finished, trace)
             yield (chunks.usage(usage) if include_usage else b"") + DONE
 
@@ -78,7 +98,9 @@ class Completions:
         trace.model = model = self._generator.model(body.model)
         if len(body.prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"there are {len(body.prompt)} prompts; at most {MAX_PROMPTS}", param="prompt")
-        sampling = wire_sampling(replace(body.sampling(), constraint=constraint_of(body)))
+        salt = self._salts.salt(body.cache_salt, trace.key_name)
+        params = replace(body.sampling(), constraint=constraint_of(body))
+        sampling, limit = wire_sampling(params), ScoreLimit(params)
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         openings = [
             self._generator.open(
@@ -87,11 +109,14 @@ class Completions:
                     prompt=prompt,
                     sampling=sampling,
                     priority=body.priority,
-                    cache_salt=body.cache_salt,
+                    cache_salt=salt,
+                    echo=body.echo,
+                    cuts_to_context="max_tokens" not in body.model_fields_set,
                 ),
                 model=model,
-                affinity=_affinity(body.cache_salt, prompt),
+                affinity=_affinity(salt, prompt),
                 request_id=trace.request_id,
+                on_started=partial(limit.add, index),
             )
             for index, prompt in enumerate(body.prompt)
         ]
@@ -106,6 +131,15 @@ class Completions:
             raise
         trace.first_token()
         return completion_id, model, generations
+
+
+def _counted(finished: Finished, body: CompletionRequest) -> Finished:
+    """As the client is to see it: a token that was generated only because engines must is none."""
+    return finished.model_copy(update={"num_generated_tokens": 0}) if body.only_echoes else finished
+
+
+def _note(generation: Generation, finished: Finished, trace: Trace) -> None:
+    trace.timeline.add_all(finished.spans, began_at=generation.asked_at, where=generation.where)
 
 
 async def _close(generations: list[Generation]) -> None:

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.gateway.file_store import LONGEST_LIFE_S
 from shared.log import LogFormat
+from shared.service_token import ServiceTokens
 from shared.settings import RedisUrl
 
 MIB = 2**20
@@ -51,6 +52,8 @@ class GatewaySettings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, and above")
     log_format: LogFormat = Field("auto", description="auto: readable lines on a terminal, JSON lines elsewhere")
+    status_page: bool = Field(True, description="the control room at /status; where API keys are set it asks for one")
+    status_interval_s: Seconds = Field(0.5, description="how old what it shows may be, however many are watching")
     samples_dir: Path | None = Field(None, description="folder of pictures that the chat page offers")
 
     text_engines: ServiceUrls = Field(
@@ -65,8 +68,18 @@ class GatewaySettings(BaseSettings):
     probe_interval_s: Seconds = Field(1.0, description="time between two probes of a replica")
     probe_timeout_s: Seconds = Field(2.0, description="time for a replica to answer a probe")
     resolve_interval_s: Seconds = Field(3.0, description="time between two look-ups of a dns:// name")
+    replica_wait_s: float = Field(
+        0.0, ge=0, description="while a panel has no ready replica, requests wait so long for one instead of a 503"
+    )
 
+    service_token: ServiceTokens = ()
     api_keys: Names = Field((), description="keys that open the API, as key or name:key; none: it is open to all")
+    admin_keys: Names = Field(
+        (), description="keys, as api_keys, for /v1/cache, /v1/sleep, /v1/wake and adapters; none: these do not exist"
+    )
+    salt_cache_by_key: bool = Field(
+        False, description="each API key finds only its own prompts in the prefix cache, so speed tells of no others"
+    )
     max_requests_per_minute: int | None = Field(
         None, ge=1, description="requests of one key per minute; default: no limit"
     )

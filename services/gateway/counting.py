@@ -8,7 +8,7 @@ from typing import Any
 from services.gateway.chat import Chat
 from services.gateway.generation import Generator
 from services.gateway.messages import to_wire
-from services.gateway.schema import TokenizeBody, wire_tools
+from services.gateway.schema import TokenizeBody, template_kwargs, wire_tools
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
 from shared.errors import InvalidRequest, UnsupportedFeature
@@ -30,22 +30,27 @@ class Counting:
             return _answer(await self._generator.tokenize(TokenizeRequest(prompt=body.prompt), model=model), [])
         if not body.messages and not body.images:
             raise InvalidRequest("give a prompt, messages or the sizes of images", param="prompt")
-        sized = await self._sized(body, model)
-        admission = await self._chat.admit(await self._chat.load(body.messages, model, trace), trace, fresh=False)
+        images = await self._chat.load(body.messages, model, trace)
+        sized = await self._sized(body, model, num_others=len(images))
+        admission = await self._chat.admit(images, trace, fresh=False, num_others=len(sized))
         try:
             messages = _with_pictures(to_wire(body.messages, admission.refs), sized)
-            request = TokenizeRequest(messages=messages, tools=wire_tools(body.tools))
+            request = TokenizeRequest(
+                messages=messages,
+                tools=wire_tools(body.tools),
+                template_kwargs=template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
+            )
             counted = await self._generator.tokenize(request, model=model)
         finally:
             admission.release(abandoned=False)
         return _answer(counted, [*admission.refs, *sized])
 
-    async def _sized(self, body: TokenizeBody, model: str) -> list[ImageRef]:
+    async def _sized(self, body: TokenizeBody, model: str, *, num_others: int) -> list[ImageRef]:
         if not body.images:
             return []
         if not self._generator.takes_images(model):
             raise UnsupportedFeature(f"{model} takes text only; leave images out", param="images")
-        return await self._vision.describe(body.images)
+        return await self._vision.describe(body.images, num_others=num_others)
 
 
 def _with_pictures(messages: list[ChatMessage], refs: Sequence[ImageRef]) -> list[ChatMessage]:

@@ -13,11 +13,22 @@ from pydantic import BaseModel, ValidationError
 
 from services.gateway.balancer import Pool, Replica
 from shared.log import get_logger
+from shared.wire import SCHEMA_VERSION, Spoken
 
 log = get_logger(__name__)
 PublishedInfo = TypeVar("PublishedInfo", bound=BaseModel)
 # A busy machine answers late now and then; only a row of missed probes means that nobody is there.
 MAX_MISSED_PROBES = 2
+
+
+class OtherVersion(Exception):
+    """A replica is ready, but speaks another version of `shared.wire` than this gateway."""
+
+    def __init__(self, spoken: int) -> None:
+        newer = "gateway" if spoken > SCHEMA_VERSION else "replica"
+        super().__init__(
+            f"it speaks wire version {spoken} and this gateway version {SCHEMA_VERSION}: the {newer} must be upgraded"
+        )
 
 
 class Discovery(Generic[PublishedInfo]):
@@ -52,6 +63,7 @@ class Discovery(Generic[PublishedInfo]):
         self._tasks: list[asyncio.Task[None]] = []
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._resolved: dict[str, list[str]] = {}
+        self._refused_by: set[str] = set()  # replicas that have been told of
 
     async def start(self) -> None:
         """Look once, so that a running service is known before the first request, then keep looking."""
@@ -98,12 +110,13 @@ class Discovery(Generic[PublishedInfo]):
         return [self._probes[replica.url] for replica in idle]
 
     async def _probe(self, replica: Replica[PublishedInfo]) -> None:
-        was_ready = replica.ready
-        reason = ""
+        was_ready, was_problem = replica.ready, replica.problem
+        reason = problem = ""
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 info = await self._ask(replica.url)
             replica.num_missed_probes = 0
+            self._refused_by.discard(replica.url)
             self._pool.probed(replica, ready=info is not None, info=info)
         except (TimeoutError, httpx.TimeoutException):
             replica.num_missed_probes += 1
@@ -111,19 +124,44 @@ class Discovery(Generic[PublishedInfo]):
             if replica.num_missed_probes > MAX_MISSED_PROBES:
                 self._pool.probed(replica, ready=False, info=None)
         except (httpx.HTTPError, ValidationError) as error:
-            reason = type(error).__name__
+            reason = _reason(error)
             self._pool.probed(replica, ready=False, info=None)
+            if _is_refusal(error) and replica.url not in self._refused_by:
+                self._refused_by.add(replica.url)
+                log.warning(
+                    "replica refuses this gateway: DIPTYCH_SERVICE_TOKEN differs",
+                    target=self._service,
+                    replica=replica.url,
+                )
+        except OtherVersion as error:
+            problem = str(error)
+            self._pool.probed(replica, ready=False, info=None)
+        replica.problem = problem
+        if problem and problem != was_problem:
+            log.error("replica cannot be used", target=self._service, replica=replica.url, reason=problem)
         if replica.ready != was_ready:
             state = "ready" if replica.ready else "not ready"
             log.info("replica changed", target=self._service, replica=replica.url, state=state, reason=reason)
 
     async def _ask(self, url: str) -> PublishedInfo | None:
-        """What a ready replica publishes; None if it says that it is not ready."""
+        """What a ready replica publishes; None if it says that it is not ready. Raises OtherVersion."""
         if (await self._http.get(f"{url}/ready")).status_code != 200:
             return None
         # Read every time: a replica may have been restarted with another model between two probes.
         answer = await self._http.get(f"{url}{self._info_path}")
+        answer.raise_for_status()
+        spoken = Spoken.model_validate_json(answer.content).schema_version
+        if spoken != SCHEMA_VERSION:
+            raise OtherVersion(spoken)
         return self._info_type.model_validate_json(answer.content)
+
+
+def _reason(error: httpx.HTTPError | ValidationError) -> str:
+    return f"status {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
+
+
+def _is_refusal(error: httpx.HTTPError | ValidationError) -> bool:
+    return isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
 
 
 async def resolve_replicas(address: str) -> list[str]:

@@ -6,32 +6,33 @@ Knows encoders; what is remembered about images, and which requests wait for the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.attempts import on_a_replica
 from services.gateway.backends import EncoderClient
 from services.gateway.balancer import (
     Pool,
     Replica,
     by_rendezvous,
-    is_replica_fault,
-    is_worth_another_replica,
     without_latest_failure,
 )
 from shared.errors import DiptychError, NotReady, UpstreamFailed
-from shared.wire import Admitted, Encoded, EncoderInfo, ImageRef
+from shared.wire import Admitted, Detail, Encoded, EncoderInfo, ImageRef
 
 RETRY_AFTER_S = 2.0
-MAX_FAULTS = 1  # replicas that may break over one image before another is not worth the risk
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
     """An image to encode, by encoders of one fingerprint.
 
-    again   it was encoded before and the result is lost: not by the replica that failed last, if there is another
+    again          it was encoded before and the result is lost: not by the replica that failed last, if there is
+                   another
+    is_embedding   the bytes are no picture but its embedding, to be checked and kept
     """
 
     key: str
@@ -39,16 +40,29 @@ class EncodeJob:
     fingerprint: str
     request_id: str
     again: bool
+    detail: Detail = "high"
+    is_embedding: bool = False
+
+    def suits(self, info: EncoderInfo) -> bool:
+        """Whether an encoder can take it."""
+        return info.fingerprint == self.fingerprint and (info.accepts_embeddings or not self.is_embedding)
 
 
 class Encoding:
-    """One encode call in flight, shared by every request that wants this image now."""
+    """One encode call in flight, shared by every request that wants this image now.
+
+    asked_at, admitted_at, encoded_at   by time.perf_counter(); the last two are 0 until then
+    where                               the replica that took it
+    """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.admitted: asyncio.Future[ImageRef] = loop.create_future()
         self.encoded: asyncio.Future[Encoded] = loop.create_future()
         self.task: asyncio.Task[None] | None = None
+        self.asked_at = time.perf_counter()
+        self.admitted_at = self.encoded_at = 0.0
+        self.where = "vision_encoder"
         self._num_waiters = 0
         self._is_cancelled = False
         for outcome in (self.admitted, self.encoded):
@@ -64,10 +78,12 @@ class Encoding:
 
     def admit(self, ref: ImageRef) -> None:
         if not self.admitted.done():
+            self.admitted_at = time.perf_counter()
             self.admitted.set_result(ref)
 
     def finish(self, encoded: Encoded) -> None:
         if not self.encoded.done():
+            self.encoded_at = time.perf_counter()
             self.encoded.set_result(encoded)
 
     def fail(self, error: DiptychError) -> None:
@@ -133,40 +149,31 @@ class Encodes:
 
     async def _run(self, job: EncodeJob, encoding: Encoding) -> None:
         """One encode to its end. A replica that takes nothing is passed over; one that breaks is replaced once."""
+
+        def choose(tried: list[Replica[EncoderInfo]], _failure: DiptychError) -> Replica[EncoderInfo] | None:
+            # Once admitted the image has been promised by that replica: its failure is told, not tried again.
+            return None if encoding.admitted.done() else self._choose(job, avoid=tried)
+
+        async def work(replica: Replica[EncoderInfo], _num_tries: int) -> None:
+            await self._run_on(replica, job, encoding)
+
         try:
-            await self._run_somewhere(job, encoding)
+            await on_a_replica(self._pool, choose, work, nobody=no_encoder())
         except DiptychError as error:
             encoding.fail(error)
         except BaseException:
             encoding.fail(UpstreamFailed("the encode was abandoned"))
             raise
 
-    async def _run_somewhere(self, job: EncodeJob, encoding: Encoding) -> None:
-        tried: list[Replica[EncoderInfo]] = []
-        num_faults = 0
-        failure: DiptychError = no_encoder()
-        while (replica := self._choose(job, avoid=tried)) is not None:
-            try:
-                return await self._run_on(replica, job, encoding)
-            except DiptychError as error:
-                num_faults += is_replica_fault(error)
-                if encoding.admitted.done() or not is_worth_another_replica(error) or num_faults > MAX_FAULTS:
-                    raise
-                failure = error
-                tried.append(replica)
-        raise failure
-
     async def _run_on(self, replica: Replica[EncoderInfo], job: EncodeJob, encoding: Encoding) -> None:
-        try:
-            events = self._client.encode(replica.url, job.image, job.key, job.request_id)
-            with replica.lease():
-                async with aclosing(events):
-                    async for event in events:
-                        self._follow(event, replica.url, encoding)
-        except DiptychError as error:
-            self._pool.note(replica, error)
-            raise
-        self._pool.note(replica, None)
+        encoding.where = f"vision_encoder-{replica.number}"
+        events = self._client.encode(
+            replica.url, job.image, job.key, job.request_id, detail=job.detail, is_embedding=job.is_embedding
+        )
+        with replica.lease():
+            async with aclosing(events):
+                async for event in events:
+                    self._follow(event, replica.url, encoding)
 
     def _follow(self, event: Admitted | Encoded, url: str, encoding: Encoding) -> None:
         if isinstance(event, Admitted):
@@ -178,7 +185,7 @@ class Encodes:
             encoding.finish(event)
 
     def _choose(self, job: EncodeJob, avoid: list[Replica[EncoderInfo]]) -> Replica[EncoderInfo] | None:
-        candidates = self._pool.available(avoid, lambda info: info.fingerprint == job.fingerprint)
+        candidates = self._pool.available(avoid, job.suits)
         if job.again:
             candidates = without_latest_failure(candidates)
         return by_rendezvous(candidates, bytes.fromhex(job.key))

@@ -6,12 +6,14 @@ brings the file back from its memory.
 
     diptych:file:{id}       hash: info (JSON) and data, or only `gone` after a deletion
     diptych:files:{owner}   sorted set of the owner's ids, scored by when they expire
+    diptych:file-name:{digest of owner and uuid}   the id of the owner's newest file under the name `uuid`
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,22 +22,28 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, RedisError
 
 from shared.errors import FileNotFound, NotReady
+from shared.hashing import digest
 from shared.redis_link import RedisLink
 
 FILE_ID_PREFIX: Final = "file-"
 FILE_PREFIX: Final = "diptych:file:"
 OWNER_PREFIX: Final = "diptych:files:"
+NAME_PREFIX: Final = "diptych:file-name:"
 LONGEST_LIFE_S: Final = 30 * 86_400
 RETRY_AFTER_S: Final = 2.0
 ENTRY_BYTES: Final = 2048  # what an entry takes beside its bytes
 SWEEP_INTERVAL_S: Final = 1.0
+MAX_LISTED: Final = 10_000
 
 
 class FileInfo(BaseModel):
     """What is known of a file besides its bytes.
 
-    id      nobody can guess it, and it opens the file: whoever may use this gateway and knows the id may read the file
-    owner   in whose list it is
+    id        nobody can guess it, and it opens the file: whoever may use this gateway and knows it may read the file
+    owner     in whose list it is
+    uuid      the owner's own name for it, which opens it for the owner only
+    content   sha256 of the bytes, where there is a uuid
+    is_sent_along   it came within a request and has no use but by its name: a newer one of the name takes its place
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,6 +55,13 @@ class FileInfo(BaseModel):
     size_bytes: int
     created_at: int
     expires_at: int
+    uuid: str | None = None
+    content: str | None = None
+    is_sent_along: bool = False
+
+
+def new_file_id() -> str:
+    return FILE_ID_PREFIX + secrets.token_hex(16)
 
 
 class FileStore:
@@ -65,6 +80,8 @@ class FileStore:
             pipeline.zadd(owned, {info.id: info.expires_at})
             pipeline.zremrangebyscore(owned, 0, time.time())
             pipeline.expire(owned, LONGEST_LIFE_S)
+            if info.uuid is not None:
+                pipeline.set(_name_key(info.uuid, info.owner), info.id, exat=info.expires_at)
             await _run(pipeline)
 
         await self._link.attempt(store, default=None)
@@ -78,6 +95,26 @@ class FileStore:
         if found is None:
             raise _not_found(file_id)
         return found
+
+    async def named(self, uuid: str, owner: str) -> FileInfo:
+        """The owner's newest file of this name. Raises what `info` raises."""
+
+        async def ask(redis: Redis) -> object:
+            return await redis.get(_name_key(uuid, owner))
+
+        unanswered = object()
+        reply: object = await self._link.attempt(ask, default=unanswered)
+        shared = reply.decode(errors="replace") if isinstance(reply, bytes) else None
+        # Both: while Redis was away, this gateway may have been given a newer one.
+        ids = [file_id for file_id in dict.fromkeys((shared, self._memory.named(uuid, owner))) if file_id is not None]
+        replies = await self._ask(ids) or [None] * len(ids)
+        found = [self._judged(file_id, reply) for file_id, reply in zip(ids, replies, strict=True)]
+        theirs = [info for info in found if info is not None and (info.uuid, info.owner) == (uuid, owner)]
+        if theirs:
+            return max(theirs, key=lambda info: info.created_at)
+        if reply is unanswered and self._link.enabled:
+            raise NotReady("files cannot be looked up at the moment; try again", retry_after_s=RETRY_AFTER_S)
+        raise FileNotFound(f"no picture is kept as {uuid[:80]!r} for this API key (any more); send it along once more")
 
     async def read(self, file_id: str) -> bytes:
         """Raises what `info` raises."""
@@ -95,13 +132,14 @@ class FileStore:
         return data
 
     async def owned_by(self, owner: str) -> list[FileInfo]:
-        """The owner's files, oldest first."""
+        """The owner's files, oldest first; of more than MAX_LISTED those that live longest."""
 
         async def ask(redis: Redis) -> list[Any]:
-            return list(await redis.zrangebyscore(OWNER_PREFIX + owner, time.time(), "+inf"))
+            owned = OWNER_PREFIX + owner
+            return list(await redis.zrevrangebyscore(owned, "+inf", time.time(), start=0, num=MAX_LISTED))
 
         nothing: list[Any] = []
-        shared = [file_id.decode() for file_id in await self._link.attempt(ask, default=nothing)]
+        shared = [file_id.decode(errors="replace") for file_id in await self._link.attempt(ask, default=nothing)]
         ids = list(dict.fromkeys([*shared, *self._memory.owned_by(owner)]))
         replies = await self._ask(ids) or [None] * len(ids)
         found = [self._judged(file_id, reply) for file_id, reply in zip(ids, replies, strict=True)]
@@ -160,43 +198,73 @@ class FileStore:
 
 
 class FileMemory:
-    """Files of this process within a bound on their bytes: the least recently used make room for new ones.
+    """Files of this process within a bound on their bytes. Whoever holds most makes room for new ones, with what they
+    have not used for longest: nobody loses their files because of how much another sends.
 
     The newest is kept in any case: an upload that was accepted can be used.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._files: OrderedDict[str, tuple[FileInfo, bytes]] = OrderedDict()
+        self._files: dict[str, tuple[FileInfo, bytes]] = {}
+        self._owned: dict[str, OrderedDict[str, None]] = {}  # owner -> ids, the least recently used first
+        self._num_bytes: Counter[str] = Counter()  # by owner
+        self._names: dict[tuple[str, str], str] = {}  # (uuid, owner) -> the newest file's id
         self._swept_at = 0.0
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes.total()
 
     def put(self, info: FileInfo, data: bytes) -> None:
         self._files[info.id] = (info, data)
-        self.num_bytes += len(data) + ENTRY_BYTES
+        self._owned.setdefault(info.owner, OrderedDict())[info.id] = None
+        self._num_bytes[info.owner] += len(data) + ENTRY_BYTES
+        if info.uuid is not None:
+            self._names[info.uuid, info.owner] = info.id
         if (now := time.time()) - self._swept_at > SWEEP_INTERVAL_S:
             self._swept_at = now
             for file_id in [other.id for other, _ in self._files.values() if other.expires_at <= now]:
                 self.discard(file_id)
         while self.num_bytes > self._max_bytes and len(self._files) > 1:
-            self.discard(next(iter(self._files)))
+            self.discard(self._first_to_go(info.id))
+
+    def _first_to_go(self, newest: str) -> str:
+        firsts = {owner: next(iter(ids)) for owner, ids in self._owned.items()}
+        others = [owner for owner, first in firsts.items() if first != newest]
+        return firsts[max(others, key=self._num_bytes.__getitem__)]
 
     def info(self, file_id: str) -> FileInfo | None:
         held = self._files.get(file_id)
         return held[0] if held is not None and held[0].expires_at > time.time() else None
 
     def data(self, file_id: str) -> bytes | None:
-        if self.info(file_id) is None:
+        info = self.info(file_id)
+        if info is None:
             return None
-        self._files.move_to_end(file_id)
+        self._owned[info.owner].move_to_end(file_id)
         return self._files[file_id][1]
 
     def owned_by(self, owner: str) -> list[str]:
-        return [info.id for info, _ in self._files.values() if info.owner == owner]
+        return list(self._owned.get(owner, ()))
+
+    def named(self, uuid: str, owner: str) -> str | None:
+        return self._names.get((uuid, owner))
 
     def discard(self, file_id: str) -> None:
-        if (held := self._files.pop(file_id, None)) is not None:
-            self.num_bytes -= len(held[1]) + ENTRY_BYTES
+        if (held := self._files.pop(file_id, None)) is None:
+            return
+        info, data = held
+        self._num_bytes[info.owner] -= len(data) + ENTRY_BYTES
+        del self._owned[info.owner][file_id]
+        if not self._owned[info.owner]:
+            del self._owned[info.owner], self._num_bytes[info.owner]
+        if info.uuid is not None and self._names.get((info.uuid, info.owner)) == file_id:
+            del self._names[info.uuid, info.owner]
+
+
+def _name_key(uuid: str, owner: str) -> str:
+    return NAME_PREFIX + digest(owner.encode(), uuid.encode()).hex()
 
 
 def _not_found(file_id: str) -> FileNotFound:

@@ -1,12 +1,11 @@
 """Uploaded files: pictures are sent once and then named by id in any number of requests.
 
-Only pictures have a use here, so only purposes that may mean a picture are accepted. The bytes are not looked at: the
-encoder judges them when they are used.
+Only pictures have a use here, so only purposes that may mean a picture are accepted. What is uploaded for "vision" must
+begin as a picture does; more of it is read only by the encoder, when it is used.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from services.gateway.body import limited_stream
-from services.gateway.file_store import FILE_ID_PREFIX, FileInfo, FileStore
-from shared.errors import FileNotFound, InvalidRequest, PayloadTooLarge
+from services.gateway.chosen_ids import MAX_UUID_CHARS, content_digest
+from services.gateway.file_store import FileInfo, FileStore, new_file_id
+from shared.errors import FileNotFound, InvalidImage, InvalidRequest, PayloadTooLarge
 from shared.http_errors import from_validation_errors
+from shared.image_header import read_header
 
 Model = TypeVar("Model", bound=BaseModel)
 FORM_OVERHEAD_BYTES: Final = 64 * 1024
@@ -35,6 +36,7 @@ class UploadForm(BaseModel):
 
     purpose: Literal["vision", "user_data", "assistants"]
     ttl_s: int | None = Field(default=None, ge=1, alias="expires_after[seconds]")
+    uuid: str | None = Field(default=None, min_length=1, max_length=MAX_UUID_CHARS)
     anchor: Literal["created_at"] = Field(default="created_at", alias="expires_after[anchor]")
 
 
@@ -75,6 +77,10 @@ class Files:
             info = self._described(form, upload.filename or "upload", len(data), owner)
         finally:
             await form.close()
+        if info.purpose == "vision":
+            _check_picture(data)
+        if info.uuid is not None:
+            info = info.model_copy(update={"content": await content_digest(data)})
         await self._store.put(info, data)
         return info
 
@@ -116,21 +122,32 @@ class Files:
             )
         now = int(time.time())
         return FileInfo(
-            id=FILE_ID_PREFIX + secrets.token_hex(16),
+            id=new_file_id(),
             owner=owner,
             filename=filename[:MAX_FILENAME_CHARS],
             purpose=fields.purpose,
             size_bytes=size_bytes,
             created_at=now,
             expires_at=now + ttl_s,
+            uuid=fields.uuid,
         )
+
+
+def _check_picture(data: bytes) -> None:
+    """Raises InvalidImage where the encoder would, from the header alone."""
+    try:
+        read_header(data)
+    except InvalidImage as error:
+        raise type(error)(f"file: {error.message}", param="file") from error
 
 
 def upload_schema() -> dict[str, Any]:
     """The form of an upload, as the OpenAPI document has it."""
     schema = UploadForm.model_json_schema()
     schema["properties"]["file"] = {"type": "string", "format": "binary"}
-    schema["properties"]["expires_after[seconds]"] = {"type": "integer", "minimum": 1}  # a form has no null
+    # A form has no null.
+    schema["properties"]["expires_after[seconds]"] = {"type": "integer", "minimum": 1}
+    schema["properties"]["uuid"] = {"type": "string", "minLength": 1, "maxLength": MAX_UUID_CHARS}
     schema["required"].append("file")
     return schema
 
@@ -146,9 +163,14 @@ async def _read_form(request: Request, max_bytes: int) -> FormData:
     parser = MultiPartParser(request.headers, chunks, max_files=1, max_fields=MAX_FIELDS)
     parser.spool_max_size = max_bytes  # in memory, where the file will be kept anyway, never on a disk
     try:
-        return await parser.parse()
+        form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"the form cannot be read: {error.message}") from None
+    whole = {id(value.file) for _, value in form.multi_items() if isinstance(value, UploadFile)}
+    for file in parser._files_to_close_on_error:
+        if id(file) not in whole:  # the form ends within it: the parser neither hands it out nor closes it
+            file.close()
+    return form
 
 
 def _validated(model: type[Model], fields: dict[str, str]) -> Model:

@@ -6,13 +6,18 @@ Once a token exists nothing is retried: the client may have seen it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 
+from services.gateway.attempts import Result, on_a_replica
 from services.gateway.backends import EngineClient
-from services.gateway.balancer import Pool, Replica, is_replica_fault, is_worth_another_replica
+from services.gateway.balancer import Pool, Replica
 from shared.errors import DiptychError, ModelNotFound, NotReady, UpstreamFailed
+from shared.reasoning import ReasoningFormat
 from shared.wire import (
+    AdapterInfo,
     Finished,
     GenerateRequest,
     ModelInfo,
@@ -25,11 +30,18 @@ from shared.wire import (
 
 RETRY_AFTER_S = 2.0
 END_OF_STREAM_S = 0.5
-MAX_FAULTS = 1  # engines that may break over one request before another is not worth the risk
+
+
+class AnswerCut(UpstreamFailed):
+    """The engine broke after its first token: what it would have said is lost, and nobody else can go on with it."""
 
 
 class Generation:
-    """The events of a running generation; it already has its first token. Close it, whatever happens."""
+    """The events of a running generation; it already has its first token. Close it, whatever happens.
+
+    asked_at   by time.perf_counter()
+    where      the engine that does it
+    """
 
     def __init__(
         self,
@@ -37,18 +49,26 @@ class Generation:
         first: Tokens | Finished,
         rest: AsyncIterator[Started | Tokens | Finished],
         stack: AsyncExitStack,
+        *,
+        asked_at: float,
+        where: str,
     ) -> None:
         self.started = started
+        self.asked_at = asked_at
+        self.where = where
         self._first = first
         self._rest = rest
         self._stack = stack
         self._is_complete = isinstance(first, Finished)
 
     async def events(self) -> AsyncIterator[Tokens | Finished]:
-        """Tokens of all choices as they come, then `Finished`."""
+        """Tokens of all choices as they come, then `Finished`. Raises AnswerCut."""
         yield self._first
         while not self._is_complete:
-            event = await anext(self._rest)
+            try:
+                event = await anext(self._rest)
+            except UpstreamFailed as error:
+                raise AnswerCut(error.message) from error
             if isinstance(event, Started):
                 raise UpstreamFailed("the text engine sent its events in the wrong order")
             self._is_complete = isinstance(event, Finished)
@@ -63,22 +83,38 @@ class Generation:
         await self._stack.aclose()
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A name that requests may give. adapter: the LoRA adapter of that name; None: the engine's own model"""
+
+    id: str
+    info: ModelInfo
+    adapter: AdapterInfo | None = None
+
+
 class Generator:
     def __init__(self, pool: Pool[ModelInfo], client: EngineClient) -> None:
         self._pool = pool
         self._client = client
 
-    def models(self) -> list[ModelInfo]:
-        """Every model that an engine serves or has served, ready or not, each once."""
-        infos = {replica.info.id: replica.info for replica in self._pool.replicas if replica.info is not None}
-        return list(infos.values())
+    def models(self) -> list[ServedModel]:
+        """Every model that an engine serves or has served, ready or not, each once: adapters after what they adapt."""
+        infos = [replica.info for replica in self._pool.replicas if replica.info is not None]
+        served = {info.id: ServedModel(info.id, info) for info in infos}
+        for info in infos:
+            for adapter in info.adapters:
+                served.setdefault(adapter.name, ServedModel(adapter.name, info, adapter))
+        return list(served.values())
+
+    def served(self, model: str) -> ServedModel:
+        return next(each for each in self.models() if each.id == model)
 
     def model(self, name: str | None) -> str:
         """The served model that a request means; a request without a name means the first one.
 
         Raises ModelNotFound; NotReady while no engine has said yet what it serves.
         """
-        served = [info.id for info in self.models()]
+        served = [each.id for each in self.models()]
         if not served:
             raise NotReady("no text engine is ready yet", retry_after_s=RETRY_AFTER_S)
         if name is None:
@@ -90,69 +126,81 @@ class Generator:
         return name
 
     def takes_images(self, model: str) -> bool:
-        return any(info.supports_images for info in self.models() if info.id == model)
+        return any(each.info.supports_images for each in self.models() if each.id == model)
 
     def tool_format(self, model: str) -> ToolFormat:
-        return next(info.tool_format for info in self.models() if info.id == model)
+        return self.served(model).info.tool_format
 
-    async def open(self, request: GenerateRequest, *, model: str, affinity: bytes, request_id: str) -> Generation:
+    def reasoning_format(self, model: str) -> ReasoningFormat | None:
+        return self.served(model).info.reasoning_format
+
+    async def open(
+        self,
+        request: GenerateRequest,
+        *,
+        model: str,
+        affinity: bytes,
+        request_id: str,
+        on_started: Callable[[Started], None] = lambda _: None,
+    ) -> Generation:
         """A generation with its first token. Raises whatever the last engine refused it with.
 
         An engine that takes nothing (leaving, full) is passed over; one that breaks is replaced once.
+
+        on_started   hears of the prompt before anything of the answer is read; what it raises ends the request
         """
-        tried: list[Replica[ModelInfo]] = []
-        num_faults = 0
-        replica = self._choose(model, affinity)
-        while True:
+
+        async def work(replica: Replica[ModelInfo], num_tries: int) -> Generation:
             # An engine knows requests by their id, and an earlier try may not be gone from it yet.
-            attempt = f"{request.request_id}-retry{len(tried)}" if tried else request.request_id
-            try:
-                return await self._open_on(replica, request.model_copy(update={"request_id": attempt}), request_id)
-            except DiptychError as error:
-                num_faults += is_replica_fault(error)
-                if not is_worth_another_replica(error) or num_faults > MAX_FAULTS:
-                    raise
-                tried.append(replica)
-                others = self._pool.available(tried, lambda info: info.id == model)
-                other = self._pool.least_loaded(others, affinity) or self._again(replica, error)
-                if other is None:
-                    raise
-                replica = other
+            attempt = f"{request.request_id}-retry{num_tries}" if num_tries else request.request_id
+            adapter = None if replica.info is None or replica.info.id == model else model
+            asked = request.model_copy(update={"request_id": attempt, "adapter": adapter})
+            return await self._open_on(replica, asked, request_id, on_started)
+
+        return await self._on_an_engine(model, affinity, work)
 
     async def tokenize(self, request: TokenizeRequest, *, model: str) -> TokenizeResponse:
-        replica = self._choose(model, affinity=b"")
-        try:
+        async def work(replica: Replica[ModelInfo], _num_tries: int) -> TokenizeResponse:
             with replica.lease():
-                counted = await self._client.tokenize(replica.url, request)
-        except DiptychError as error:
-            self._pool.note(replica, error)
-            raise
-        self._pool.note(replica, None)
-        return counted
+                return await self._client.tokenize(replica.url, request)
 
-    def _choose(self, model: str, affinity: bytes) -> Replica[ModelInfo]:
-        replica = self._pool.least_loaded(self._pool.available(suits=lambda info: info.id == model), affinity)
-        if replica is None:
-            raise NotReady(f"no text engine that serves {model!r} is ready", retry_after_s=RETRY_AFTER_S)
-        return replica
+        return await self._on_an_engine(model, b"", work)
 
-    def _again(self, replica: Replica[ModelInfo], error: Exception) -> Replica[ModelInfo] | None:
-        """The same replica, if only the connection broke: an idle one may have been closed at its other end."""
-        broke = type(error) is UpstreamFailed
-        return replica if broke and replica in self._pool.available() else None
+    async def _on_an_engine(
+        self, model: str, affinity: bytes, work: Callable[[Replica[ModelInfo], int], Awaitable[Result]]
+    ) -> Result:
+        def choose(tried: list[Replica[ModelInfo]], failure: DiptychError) -> Replica[ModelInfo] | None:
+            others = self._pool.available(tried, lambda info: info.serves(model))
+            return self._pool.least_loaded(others, affinity) or self._again(tried, failure)
 
-    async def _open_on(self, replica: Replica[ModelInfo], request: GenerateRequest, request_id: str) -> Generation:
+        nobody = NotReady(f"no text engine that serves {model!r} is ready", retry_after_s=RETRY_AFTER_S)
+        return await on_a_replica(self._pool, choose, work, nobody=nobody)
+
+    def _again(self, tried: list[Replica[ModelInfo]], failure: DiptychError) -> Replica[ModelInfo] | None:
+        """The last replica, if only the connection broke: an idle one may have been closed at its other end."""
+        broke = bool(tried) and type(failure) is UpstreamFailed
+        return tried[-1] if broke and tried[-1] in self._pool.available() else None
+
+    async def _open_on(
+        self,
+        replica: Replica[ModelInfo],
+        request: GenerateRequest,
+        request_id: str,
+        on_started: Callable[[Started], None],
+    ) -> Generation:
         stack = AsyncExitStack()
+        asked_at = time.perf_counter()
         try:
             stack.enter_context(replica.lease())
             events = await stack.enter_async_context(self._client.generate(replica.url, request, request_id))
             started = await anext(events)
+            if isinstance(started, Started):
+                on_started(started)
             first = await anext(events)
             if not isinstance(started, Started) or isinstance(first, Started):
                 raise UpstreamFailed("the text engine sent its events in the wrong order")
-        except BaseException as error:
+        except BaseException:
             await stack.aclose()
-            self._pool.note(replica, error)
             raise
-        self._pool.note(replica, None)
-        return Generation(started, first, events, stack)
+        where = f"text_engine-{replica.number}"
+        return Generation(started, first, events, stack, asked_at=asked_at, where=where)

@@ -55,6 +55,18 @@ class KeyLimits:
             account.tokens -= 1
         account.num_running += 1
 
+    def headers(self, name: str) -> dict[str, str]:
+        """What is left of a limit of requests, in OpenAI's headers; `reset` is when all of it is there again."""
+        if self._max_per_minute is None:
+            return {}
+        account = self._filled(name)
+        reset_s = (self._max_per_minute - account.tokens) * MINUTE_S / self._max_per_minute
+        return {
+            "x-ratelimit-limit-requests": str(self._max_per_minute),
+            "x-ratelimit-remaining-requests": str(int(account.tokens)),
+            "x-ratelimit-reset-requests": _duration(reset_s),
+        }
+
     def leave(self, name: str) -> None:
         """A request that entered is over, however it ended."""
         self._accounts[name].num_running -= 1
@@ -66,3 +78,11 @@ class KeyLimits:
         account.tokens = min(full, account.tokens + (now - account.filled_at) * full / MINUTE_S)
         account.filled_at = now
         return account
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 59s, 1m0s; never less than it is."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.gateway.images import ImageSource
-from services.gateway.schema import ImageContent, Message, Part, RefusalContent, Refused, TextContent
+from services.gateway.images import EmbeddingSource, ImageSource, Source
+from services.gateway.schema import EmbeddingContent, ImageContent, Message, Part, RefusalContent, Refused, TextContent
 from shared import wire
 from shared.errors import InvalidRequest, UnsupportedFeature
 from shared.wire import ImageRef
@@ -18,12 +18,14 @@ _MAY_BE_EMPTY = frozenset({"assistant", "tool"})
 _AFFINITY_CHARS = 2048
 
 
-def image_sources(messages: Sequence[Message]) -> list[ImageSource]:
+def image_sources(messages: Sequence[Message]) -> list[Source]:
     """Every image of the conversation, in order. Raises UnsupportedFeature for parts of other kinds."""
-    sources = []
+    sources: list[Source] = []
     for where, part in _parts(messages):
         if isinstance(part, ImageContent):
-            sources.append(ImageSource(part.image_url.source, f"{where}.image_url"))
+            sources.append(_source(part, f"{where}.image_url"))
+        elif isinstance(part, EmbeddingContent):
+            sources.append(EmbeddingSource(part.image_embeds, f"{where}.image_embeds"))
         elif isinstance(part, Refused):
             raise UnsupportedFeature(
                 f"{where}: parts of type {part.type[:40]!r} are not supported; use 'text' or 'image_url'",
@@ -49,6 +51,7 @@ def to_wire(messages: Iterable[Message], refs: Sequence[ImageRef]) -> list[wire.
         wire.ChatMessage(
             role="system" if message.role == "developer" else message.role,
             content=[part for given in message.content for part in _wire_part(given, remaining)],
+            reasoning_content=message.reasoning_content,
             name=message.name,
             tool_calls=message.tool_calls,
             tool_call_id=message.tool_call_id,
@@ -77,9 +80,15 @@ def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, Part]]:
             yield f"messages[{i}].content[{j}]", part
 
 
+def _source(part: ImageContent, param: str) -> ImageSource:
+    if part.image_url is None:
+        return ImageSource(None, param, uuid=part.uuid)
+    return ImageSource(part.image_url.source, param, part.image_url.detail, part.uuid)
+
+
 def _wire_part(part: Part, refs: Iterator[ImageRef]) -> Iterator[wire.TextPart | wire.ImagePart]:
     match part:
-        case ImageContent():
+        case ImageContent() | EmbeddingContent():
             yield wire.ImagePart(image=next(refs))
         case TextContent(text=text) | RefusalContent(refusal=text):
             # An empty text part must not change the prompt: with it or without it, the picture alone is asked about.

@@ -6,6 +6,7 @@ are the names in the settings.
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -15,7 +16,7 @@ from services.gateway.balancer import Pool
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
-from shared.metrics import PREFIX, STAGE_BUCKETS
+from shared.metrics import PREFIX, STAGE_BUCKETS, RecentTimes
 from shared.wire import EncoderInfo, ModelInfo
 
 _NAME = f"{PREFIX}gateway_"
@@ -58,14 +59,20 @@ class GatewayMetrics:
             registry=registry,
         )
 
+        self.recent_first_token = RecentTimes(512)
+        self.outcomes: Tally[str] = Tally()  # of requests to the API
+
     def answered(self, route: str, status: int, trace: Trace) -> None:
         self._requests.labels(route, str(status), trace.outcome).inc()
+        if route.startswith("/v1/"):
+            self.outcomes[trace.outcome] += 1
         self._duration.labels(route).observe(trace.elapsed_s)
         if trace.first_token_s is not None:
             self._first_token.labels(route).observe(trace.first_token_s)
+            self.recent_first_token.add(trace.first_token_s)
         for stage, seconds in trace.stages.items():
             self._stages.labels(stage).observe(seconds)
-        if trace.key_name is not None:
+        if trace.is_in and trace.key_name is not None:
             self._account(trace.key_name, trace)
 
     def _account(self, key: str, trace: Trace) -> None:
@@ -113,9 +120,20 @@ class StateCollector:
         outstanding = GaugeMetricFamily(
             f"{_NAME}replica_outstanding", "Requests of this gateway at a replica.", labels=["service", "replica"]
         )
+        known = GaugeMetricFamily(f"{_NAME}replicas_known", "Replicas that this gateway has found.", labels=["service"])
+        num_ready = GaugeMetricFamily(f"{_NAME}replicas_ready", "Replicas that are ready.", labels=["service"])
+        waiting = GaugeMetricFamily(
+            f"{_NAME}requests_waiting_for_replica", "Requests held while no replica is ready.", labels=["service"]
+        )
         for service, pool in (("text_engine", self._engines), ("vision_encoder", self._encoders)):
+            known.add_metric([service], len(pool.replicas))
+            num_ready.add_metric([service], sum(replica.ready for replica in pool.replicas))
+            waiting.add_metric([service], pool.num_waiting)
             for replica in pool.replicas:
                 ready.add_metric([service, replica.url], float(replica.ready))
                 outstanding.add_metric([service, replica.url], replica.outstanding)
+        yield known
+        yield num_ready
+        yield waiting
         yield ready
         yield outstanding

@@ -1,4 +1,4 @@
-"""The chat page and its sample pictures: a few files, sent as they are, under a policy that lets in nothing else."""
+"""The chat page and its sample pictures."""
 
 from __future__ import annotations
 
@@ -8,48 +8,40 @@ from typing import Any, Final
 
 import orjson
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from services.gateway.assets import SAFE_HEADERS, Assets
 from shared.errors import NotFound
 
-WEB: Final = Path(__file__).parent / "web"
 _PICTURES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
-_HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
-def page_routes(samples_dir: Path | None) -> APIRouter:
+def page_routes(assets: Assets, samples_dir: Path | None) -> APIRouter:
     """samples_dir   pictures to offer; `samples.json` in it may say what they show and what to ask"""
     router = APIRouter(include_in_schema=False)
     samples = {} if samples_dir is None else _samples(samples_dir)
 
     @router.get("/")
-    async def index() -> Response:
-        return FileResponse(WEB / "index.html", headers=_HEADERS)
+    async def index(request: Request) -> Response:
+        return assets.answer("index.html", request)
 
-    @router.get("/web/{name}")
-    async def web_file(name: str) -> Response:
-        if name not in ("app.js", "style.css"):
-            raise NotFound("there is no such file here")
-        return FileResponse(WEB / name, headers=_HEADERS)
+    @router.get("/web/{name:path}")
+    async def web_file(name: str, request: Request) -> Response:
+        if name.endswith(".html"):
+            raise NotFound("pages have addresses of their own")
+        return assets.answer(name, request)
 
     @router.get("/samples/index.json")
     async def sample_list() -> Response:
-        return Response(orjson.dumps(list(samples.values())), media_type="application/json", headers=_HEADERS)
+        return Response(orjson.dumps(list(samples.values())), media_type="application/json", headers=SAFE_HEADERS)
 
     @router.get("/samples/{name}")
     async def sample(name: str) -> Response:
         # Only names that were listed at the start are served, so no name can lead out of the folder.
         if samples_dir is None or name not in samples:
             raise NotFound("there is no such sample here")
-        return FileResponse(samples_dir / name, media_type=_PICTURES[Path(name).suffix.lower()], headers=_HEADERS)
+        return FileResponse(samples_dir / name, media_type=_PICTURES[Path(name).suffix.lower()], headers=SAFE_HEADERS)
 
     return router
 

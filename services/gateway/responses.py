@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from services.gateway.chat import Chat, RunningChat
+from services.gateway.generation import AnswerCut
 from services.gateway.responses_chat import in_the_clients_words, to_chat
 from services.gateway.responses_events import ResponseEvents
 from services.gateway.responses_output import Output
@@ -23,15 +24,20 @@ class Responses:
         self._chat = chat
 
     async def complete(self, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
-        """The whole answer as one body."""
-        chat = await self._start(body, trace)
+        """The whole answer as one body; as in a chat, an engine that breaks over it is replaced once."""
+        try:
+            return await self._read_whole(await self._start(body, trace), body, trace)
+        except AnswerCut:
+            return await self._read_whole(await self._start(body, trace), body, trace)
+
+    async def _read_whole(self, chat: RunningChat, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
         output = Output(body, chat)
         usage: dict[str, Any] = {}
         is_answered = False
         try:
             async for event in chat.generation.events():
                 if isinstance(event, Finished):
-                    usage = self._chat.usage(chat, event, trace)
+                    usage = await self._chat.usage(chat, event, trace)
                 else:
                     output.add(*chat.read(event))
             is_answered = True
@@ -51,7 +57,7 @@ class Responses:
             async for event in chat.generation.events():
                 if isinstance(event, Finished):
                     is_answered = True
-                    yield events.closing(self._chat.usage(chat, event, trace))
+                    yield events.closing(await self._chat.usage(chat, event, trace))
                 else:
                     yield events.tokens(*chat.read(event))
 

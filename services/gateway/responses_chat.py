@@ -18,6 +18,7 @@ from services.gateway.responses_schema import (
     InputImage,
     InputMessage,
     InputText,
+    Reasoning,
     ResponsesRequest,
 )
 from services.gateway.schema import ChatRequest, GenerationBody, RefusalContent, Refused
@@ -40,6 +41,8 @@ def to_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
         "tools": [_tool(tool, index) for index, tool in enumerate(body.tools)],
         "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.to_chat(),
         "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning.effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
     }
     with in_the_clients_words(paths):
         return validate({name: value for name, value in chat.items() if value is not None}, ChatRequest), paths
@@ -53,19 +56,27 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
         paths.append("instructions")
     for index, item in enumerate(body.input):
         path = f"input[{index}]"
-        if isinstance(item, FunctionCall):
-            # In a chat what the model said and what it called in one turn are one message.
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant"})
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        # In a chat what the model thought, said and called in one turn are one message.
+        match item:
+            case Reasoning(text=text):
+                messages.append({"role": "assistant", "reasoning_content": text})
                 paths.append(path)
-            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), item.to_chat()]
-        else:
-            messages.append(_message(item, path))
-            paths.append(path)
+            case FunctionCall() if last is not None:
+                last["tool_calls"] = [*last.get("tool_calls", []), item.to_chat()]
+            case FunctionCall():
+                messages.append({"role": "assistant", "tool_calls": [item.to_chat()]})
+                paths.append(path)
+            case InputMessage(role="assistant") if last is not None and last.keys() == {"role", "reasoning_content"}:
+                last |= _message(item, path)
+                paths[-1] = path
+            case _:
+                messages.append(_message(item, path))
+                paths.append(path)
     return messages, paths
 
 
-def _message(item: InputMessage | FunctionCallOutput | Refused, path: str) -> JsonObject:
+def _message(item: InputMessage | FunctionCallOutput | Refused, path: str) -> dict[str, Any]:
     match item:
         case InputMessage(role=role, content=content):
             return {"role": role, "content": _content(content, f"{path}.content")}
@@ -74,7 +85,7 @@ def _message(item: InputMessage | FunctionCallOutput | Refused, path: str) -> Js
         case Refused(type=kind):
             raise UnsupportedFeature(
                 f"{path}: items of type {kind[:40]!r} are not supported; "
-                "use 'message', 'function_call' or 'function_call_output'",
+                "use 'message', 'reasoning', 'function_call' or 'function_call_output'",
                 param=f"{path}.type",
             )
 
@@ -89,8 +100,8 @@ def _part(part: Part, path: str) -> JsonObject:
             return {"type": "text", "text": text}
         case RefusalContent(refusal=refusal):
             return {"type": "refusal", "refusal": refusal}
-        case InputImage(image_url=url, file_id=file_id):
-            if (url is None) == (file_id is None):
+        case InputImage(image_url=url, file_id=file_id, uuid=uuid):
+            if (url is None) == (file_id is None) and (url is not None or uuid is None):
                 raise InvalidRequest(f"{path}: give either image_url or file_id", param=path)
             return part.to_chat()
         case Refused(type=kind):
@@ -128,27 +139,43 @@ def in_the_clients_words(paths: list[str]) -> Iterator[None]:
     try:
         yield
     except DiptychError as error:
-        param = None if error.param is None else _in_the_clients_words(error.param, paths)
-        message = _in_the_clients_words(error.message, paths)
+        param = None if error.param is None else _clients_path(error.param, paths)
+        message = _with_clients_paths(error.message, paths)
         raise type(error)(message, param=param, retry_after_s=error.retry_after_s) from error
 
 
-_NAMES: Final = {
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
+# Paths of a chat, longest first -> where the client wrote it. `messages` alone is no more than a word.
+_FIELDS: Final = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
 }
-_NAME: Final = re.compile(rf"\bmessages\[(\d+)\]|\b(?:{'|'.join(map(re.escape, _NAMES))})\b")
-_FUNCTION: Final = re.compile(r"(\btools\[\d+\]|\btool_choice)\.function\b")
+_MESSAGE: Final = r"messages\[(?P<index>\d+)\]"
+_FUNCTION: Final = r"(?P<owner>tools\[\d+\]|tool_choice)\.function"
+_FIELD: Final = rf"(?P<field>{'|'.join(map(re.escape, _FIELDS))})"
+_PATH: Final = re.compile(rf"(?:{_MESSAGE}|{_FUNCTION}|{_FIELD})(?!\w)")
+# What is quoted is the client's, whatever it looks like; the apostrophe in a word opens no quotation.
+_QUOTED_OR_PATH: Final = re.compile(rf"""(?<!\w)(?P<quote>['"]).*?(?P=quote)|(?<![\w.]){_PATH.pattern}""", re.DOTALL)
 
 
-def _in_the_clients_words(text: str, paths: list[str]) -> str:
-    def renamed(found: re.Match[str]) -> str:
-        index = found.group(1)
-        if index is None:
-            return _NAMES[found.group()]
-        return paths[int(index)] if int(index) < len(paths) else found.group()
+def _clients_path(path: str, paths: list[str]) -> str:
+    """A path into the chat as one into what the client sent."""
+    if path == "messages":
+        return "input"
+    found = _PATH.match(path)
+    return path if found is None else _renamed(found, paths) + path[found.end() :]
 
-    return _FUNCTION.sub(r"\1", _NAME.sub(renamed, text))
+
+def _with_clients_paths(message: str, paths: list[str]) -> str:
+    return _QUOTED_OR_PATH.sub(lambda found: found.group() if found["quote"] else _renamed(found, paths), message)
+
+
+def _renamed(found: re.Match[str], paths: list[str]) -> str:
+    if found["field"]:
+        return _FIELDS[found["field"]]
+    if found["owner"]:
+        return found["owner"]
+    index = int(found["index"])
+    return paths[index] if index < len(paths) else found.group()

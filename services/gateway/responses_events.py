@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.responses_output import CallItem, MessageItem, Output, output_logprobs, text_part
+from services.gateway.responses_output import CallItem, Item, MessageItem, Output, TextItem, output_logprobs
 from services.gateway.tool_calls import NumberedCall
 from shared.errors import DiptychError
 from shared.wire import Tokens
@@ -20,7 +20,7 @@ class ResponseEvents:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._open: MessageItem | None = None
+        self._open: TextItem | None = None
         self._num_events = 0
 
     def opening(self) -> bytes:
@@ -28,18 +28,21 @@ class ResponseEvents:
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._frame(kind, response=response) for kind in kinds)
 
-    def tokens(self, event: Tokens, calls: Sequence[NumberedCall]) -> bytes:
-        message = self._output.add_text(event)
-        frames = b"" if message is None else self._text(message, event)
+    def tokens(self, event: Tokens, calls: Sequence[NumberedCall], reasoning: str) -> bytes:
+        frames = b""
+        if (thought := self._output.add_reasoning(reasoning)) is not None:
+            frames += self._grown(thought, delta=reasoning)
+        if (message := self._output.add_text(event)) is not None:
+            frames += self._grown(message, delta=event.text, logprobs=output_logprobs(event.logprobs))
         for call in calls:
-            frames += self._end_message() + self._call(self._output.add_call(call))
+            frames += self._call(self._output.add_call(call))
         return frames
 
     def closing(self, usage: dict[str, Any]) -> bytes:
         response = self._output.finished(usage)
         last = self._output.items[-1]
-        begin = self._begin_message(last) if isinstance(last, MessageItem) and last is not self._open else b""
-        return begin + self._end_message() + self._frame(f"response.{response['status']}", response=response)
+        begin = self._begin(last) if isinstance(last, MessageItem) and last is not self._open else b""
+        return begin + self._end(response["status"]) + self._frame(f"response.{response['status']}", response=response)
 
     def failure(self, error: DiptychError) -> bytes:
         """An error after the first token: what happened, then the response that it ended."""
@@ -49,54 +52,53 @@ class ResponseEvents:
 
     # --- items ------------------------------------------------------------------------------------------------------
 
-    def _text(self, message: MessageItem, event: Tokens) -> bytes:
-        begin = b"" if message is self._open else self._begin_message(message)
-        delta = {"delta": event.text, "logprobs": output_logprobs(event.logprobs)}
-        return begin + self._frame("response.output_text.delta", **self._part_of(message), **delta)
+    def _grown(self, item: TextItem, **delta: Any) -> bytes:
+        begin = b"" if item is self._open else self._begin(item)
+        return begin + self._frame(f"response.{item.kind}.delta", **self._part_of(item), **delta)
 
-    def _begin_message(self, message: MessageItem) -> bytes:
-        self._open = message
-        part = self._part_of(message)
-        return self._added(message) + self._frame("response.content_part.added", **part, part=text_part("", None))
+    def _begin(self, item: TextItem) -> bytes:
+        ended, self._open = self._end("completed"), item
+        part = self._part_of(item)
+        return ended + self._added(item) + self._frame("response.content_part.added", **part, part=item.part(""))
 
-    def _end_message(self) -> bytes:
+    def _end(self, status: str) -> bytes:
         if self._open is None:
             return b""
-        message, self._open = self._open, None
-        part = self._part_of(message)
-        [content] = message.to_body(self._output.status)["content"]
-        whole = {"text": content["text"], "logprobs": content["logprobs"]}
+        item, self._open = self._open, None
+        part = self._part_of(item)
+        [content] = item.to_body(status)["content"]
+        whole = {name: content[name] for name in ("text", "logprobs") if name in content}
         return (
-            self._frame("response.output_text.done", **part, **whole)
+            self._frame(f"response.{item.kind}.done", **part, **whole)
             + self._frame("response.content_part.done", **part, part=content)
-            + self._done(message)
+            + self._done(item, status)
         )
 
     def _call(self, item: CallItem) -> bytes:
-        place = {"item_id": item.id, "output_index": self._index}
+        ended = self._end("completed")
+        place = {"item_id": item.id, "output_index": self._index_of(item)}
         arguments = item.call.call.arguments
         return (
-            self._added(item)
+            ended
+            + self._added(item)
             + self._frame("response.function_call_arguments.delta", **place, delta=arguments)
             + self._frame("response.function_call_arguments.done", **place, arguments=arguments)
-            + self._done(item)
+            + self._done(item, self._output.status)
         )
 
-    def _added(self, item: MessageItem | CallItem) -> bytes:
-        return self._frame("response.output_item.added", output_index=self._index, item=item.to_body("in_progress"))
+    def _added(self, item: Item) -> bytes:
+        body = item.to_body("in_progress")
+        return self._frame("response.output_item.added", output_index=self._index_of(item), item=body)
 
-    def _done(self, item: MessageItem | CallItem) -> bytes:
-        return self._frame(
-            "response.output_item.done", output_index=self._index, item=item.to_body(self._output.status)
-        )
+    def _done(self, item: Item, status: str) -> bytes:
+        body = item.to_body(status)
+        return self._frame("response.output_item.done", output_index=self._index_of(item), item=body)
 
-    def _part_of(self, message: MessageItem) -> dict[str, Any]:
-        return {"item_id": message.id, "output_index": self._index, "content_index": 0}
+    def _part_of(self, item: TextItem) -> dict[str, Any]:
+        return {"item_id": item.id, "output_index": self._index_of(item), "content_index": 0}
 
-    @property
-    def _index(self) -> int:
-        """Of the item that frames are about: always the last one."""
-        return len(self._output.items) - 1
+    def _index_of(self, item: Item) -> int:
+        return self._output.items.index(item)
 
     def _frame(self, kind: str, **fields: Any) -> bytes:
         data = orjson.dumps({"type": kind, "sequence_number": self._num_events, **fields})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from services.gateway.answers import Choice
 from services.gateway.chat import RunningChat
@@ -16,14 +16,36 @@ from shared.wire import TokenLogprob, Tokens
 class MessageItem:
     """A message with one part of text."""
 
+    kind: ClassVar = "output_text"
+
     def __init__(self, item_id: str) -> None:
         self.id = item_id
         self.text = Choice()
 
     def to_body(self, status: str) -> dict[str, Any]:
         # A message that has only begun has no part yet.
-        content = [] if status == "in_progress" else [text_part(self.text.text, self.text.logprobs)]
+        content = [] if status == "in_progress" else [self.part(self.text.text, self.text.logprobs)]
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def part(self, text: str, logprobs: list[TokenLogprob] | None = None) -> dict[str, Any]:
+        return {"type": self.kind, "text": text, "annotations": [], "logprobs": output_logprobs(logprobs)}
+
+
+class ReasoningItem:
+    """What the model thought, in its own words: there is no summary of it."""
+
+    kind: ClassVar = "reasoning_text"
+
+    def __init__(self, item_id: str) -> None:
+        self.id = item_id
+        self.pieces: list[str] = []
+
+    def to_body(self, status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [self.part("".join(self.pieces))]
+        return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+    def part(self, text: str) -> dict[str, Any]:
+        return {"type": self.kind, "text": text}
 
 
 class CallItem:
@@ -46,6 +68,10 @@ class CallItem:
         }
 
 
+TextItem = ReasoningItem | MessageItem
+Item = TextItem | CallItem
+
+
 class Output:
     """Items in the order in which they began. One request has one id in everybody's logs, so items carry it, too."""
 
@@ -54,18 +80,31 @@ class Output:
         self._chat = chat
         self._suffix = chat.id.removeprefix("chatcmpl-")
         self._is_cut = False
-        self.items: list[MessageItem | CallItem] = []
+        self.items: list[Item] = []
 
-    def add(self, event: Tokens, calls: Sequence[NumberedCall]) -> None:
+    def add(self, event: Tokens, calls: Sequence[NumberedCall], reasoning: str) -> None:
+        self.add_reasoning(reasoning)
         self.add_text(event)
         for call in calls:
             self.add_call(call)
 
+    def add_reasoning(self, text: str) -> ReasoningItem | None:
+        """The item that has grown, None if none has. It stands before all others."""
+        if not text:
+            return None
+        last = self.items[-1] if self.items else None
+        if not isinstance(last, ReasoningItem):
+            last = ReasoningItem(f"rs_{self._suffix}_{len(self.items)}")
+            self.items.append(last)
+        last.pieces.append(text)
+        return last
+
     def add_text(self, event: Tokens) -> MessageItem | None:
         """The message that has grown: the last item if it is one, or else a new one; None if there was no text."""
         self._is_cut = self._is_cut or event.finish_reason == "length"
-        # The tokens of a call have log-probabilities, too, but are no text of a message.
-        if not event.text and (not event.logprobs or self._chat.tools is not None):
+        # The tokens of calls and reasoning have log-probabilities, too, but are no text of a message.
+        is_all_text = self._chat.tools is None and self._chat.reasoning is None
+        if not event.text and not (event.logprobs and is_all_text):
             return None
         message = self.message()
         message.text.add(event)
@@ -116,7 +155,7 @@ class Output:
             "output": [item.to_body("completed" if item is not self.items[-1] else end) for item in self.items],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
             "text": {"format": body.text.format or {"type": "text"}},
@@ -126,10 +165,6 @@ class Output:
             "truncation": "disabled",
             "usage": usage,
         }
-
-
-def text_part(text: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": output_logprobs(logprobs)}
 
 
 def output_logprobs(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
@@ -144,7 +179,8 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
         "timings": usage["timings"],
+        "timeline": usage["timeline"],
     }

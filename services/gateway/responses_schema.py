@@ -22,7 +22,17 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from services.gateway.base_schema import Body, Int64, JsonObject
-from services.gateway.schema import GenerationBody, RefusalContent, Refused, refuse_unsupported, text_is_one_part
+from services.gateway.chosen_ids import MAX_UUID_CHARS
+from services.gateway.schema import (
+    GenerationBody,
+    ReasoningEffort,
+    RefusalContent,
+    Refused,
+    TemplateKwargs,
+    refuse_unsupported,
+    text_is_one_part,
+)
+from shared.wire import RequestedDetail
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -48,16 +58,18 @@ class InputText(Body):
 
 
 class InputImage(Body):
-    """`image_url` or `file_id`; both are the chat's `image_url`."""
+    """`image_url` or `file_id`, both the chat's `image_url`, and `uuid`, which may stand alone."""
 
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: str | None = None
-    detail: Literal["low", "high", "auto"] = "auto"
+    detail: RequestedDetail = "auto"
+    uuid: str | None = Field(default=None, min_length=1, max_length=MAX_UUID_CHARS)
 
     def to_chat(self) -> JsonObject:
+        has_picture = self.image_url is not None or self.file_id is not None
         image: JsonObject = {"url": self.image_url, "file_id": self.file_id, "detail": self.detail}
-        return {"type": "image_url", "image_url": image}
+        return {"type": "image_url", "image_url": image if has_picture else None, "uuid": self.uuid}
 
 
 def _part_tag(part: object) -> str | None:
@@ -117,6 +129,22 @@ class FunctionCallOutput(Body):
     output: InputParts
 
 
+class ReasoningText(Body):
+    text: str
+
+
+class Reasoning(Body):
+    """What the model thought in an earlier turn; of its text and its summary the text counts."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], FailFast()] = Field(default=[])
+    summary: Annotated[list[ReasoningText], FailFast()] = Field(default=[])
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary)
+
+
 def _item_tag(item: object) -> str | None:
     """An item without a type is a message."""
     if not isinstance(item, dict):
@@ -128,6 +156,7 @@ def _item_tag(item: object) -> str | None:
         "message": "<message>",
         "function_call": "<call>",
         "function_call_output": "<output>",
+        "reasoning": "<reasoning>",
     }.get(kind, "<other>")
 
 
@@ -135,6 +164,7 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCall, Tag("<call>")]
     | Annotated[FunctionCallOutput, Tag("<output>")]
+    | Annotated[Reasoning, Tag("<reasoning>")]
     | Annotated[SkipJsonSchema[Refused], Tag("<other>")],
     Discriminator(
         _item_tag, custom_error_type="input_item", custom_error_message="an input item is an object with a type"
@@ -193,6 +223,10 @@ class TextOptions(Body):
     format: JsonObject | None = None
 
 
+class ReasoningOptions(Body):
+    effort: ReasoningEffort | None = None
+
+
 class ResponsesRequest(GenerationBody):
     """`input` is always a list of items here: a string is the same as one message of the user."""
 
@@ -210,6 +244,8 @@ class ResponsesRequest(GenerationBody):
     tools: Annotated[list[ResponseTool], FailFast()] = Field(default=[])
     tool_choice: ResponseToolChoice = "auto"
     parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions()
+    chat_template_kwargs: TemplateKwargs = Field(default={})
     metadata: dict[str, str] = Field(default={})
 
     @model_validator(mode="before")

@@ -20,7 +20,7 @@ from services.gateway.completions import Completions
 from services.gateway.counting import Counting
 from services.gateway.file_store import FileInfo
 from services.gateway.files import FileQuery, Files, parse_query, upload_schema
-from services.gateway.generation import Generator
+from services.gateway.generation import Generator, ServedModel
 from services.gateway.key_limits import KeyLimits
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.middleware import trace_of
@@ -128,12 +128,12 @@ def model_routes(generator: Generator, keyring: Keyring) -> APIRouter:
 
     @router.get("", **operation("List the served models", answer=answers.ModelList, errors=READING_ERRORS))
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [_model_body(info) for info in generator.models()]})
+        return _json({"object": "list", "data": [_model_body(served) for served in generator.models()]})
 
     @router.get("/{model_id:path}", **operation("Describe a model", answer=answers.Model, errors=READING_ERRORS))
     async def retrieve_model(model_id: str) -> Response:
         name = generator.model(model_id)
-        return _json(next(_model_body(info) for info in generator.models() if info.id == name))
+        return _json(_model_body(generator.served(name)))
 
     return router
 
@@ -224,9 +224,10 @@ def _needs_key(keyring: Keyring) -> Any:
 
 def _counts_for_its_key(keyring: Keyring, limits: KeyLimits) -> Any:
     async def check(request: Request) -> None:
-        name = keyring.check(request.headers.get("authorization"))
-        limits.enter(name)
-        trace_of(request).key_name = name  # whoever ends the request gives the place back: see RequestScope
+        trace = trace_of(request)
+        trace.key_name = keyring.check(request.headers.get("authorization"))
+        limits.enter(trace.key_name)
+        trace.is_in = True  # whoever ends the request gives the place back: see RequestScope
 
     return Depends(check)
 
@@ -252,15 +253,19 @@ def _file_body(info: FileInfo) -> dict[str, Any]:
         "filename": info.filename,
         "purpose": info.purpose,
         "status": "processed",
+        **({} if info.uuid is None else {"uuid": info.uuid}),
     }
 
 
-def _model_body(info: ModelInfo) -> dict[str, Any]:
+def _model_body(served: ServedModel) -> dict[str, Any]:
+    info, adapter = served.info, served.adapter
     return {
-        "id": info.id,
+        "id": served.id,
         "object": "model",
-        "created": info.created,
+        "created": info.created if adapter is None else adapter.created,
         "owned_by": "diptych",
+        "root": info.id if adapter is None else adapter.root,
+        "parent": None if adapter is None else info.id,
         "max_model_len": info.max_model_len,
         "supports_images": info.supports_images,
     }

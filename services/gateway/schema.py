@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, FailFast, Field, JsonValue, Tag, model_validator
+from pydantic import AliasChoices, BeforeValidator, Discriminator, FailFast, Field, JsonValue, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from services.gateway.base_schema import Body, Int64, JsonObject, shallow
+from services.gateway.chosen_ids import MAX_UUID_CHARS
 from services.gateway.output_schema import ResponseFormat, SchemaOrText, StructuredOutputs, Tool, ToolChoice, Tools
 from shared.errors import InvalidRequest, UnsupportedFeature
 from shared.sampling import SamplingParams
-from shared.wire import ImageSize
+from shared.wire import ImageSize, RequestedDetail
 
 MAX_SIZES = 1024
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -40,7 +41,7 @@ class ImageUrl(Body):
 
     url: str | None = None
     file_id: str | None = Field(default=None, pattern="^file-")
-    detail: Literal["low", "high", "auto"] = "auto"  # accepted for compatibility: the model has one resolution
+    detail: RequestedDetail = "auto"
 
     @model_validator(mode="after")
     def _names_one_image(self) -> Self:
@@ -63,8 +64,26 @@ class TextContent(Body):
 
 
 class ImageContent(Body):
+    """A picture, its name, or both: with both it is kept under the name, which then stands for it."""
+
     type: Literal["image_url"]
-    image_url: Annotated[ImageUrl, BeforeValidator(_url_is_object, json_schema_input_type=str | ImageUrl)]
+    image_url: Annotated[
+        ImageUrl | None, BeforeValidator(_url_is_object, json_schema_input_type=str | ImageUrl | None)
+    ] = None
+    uuid: str | None = Field(default=None, min_length=1, max_length=MAX_UUID_CHARS)
+
+    @model_validator(mode="after")
+    def _has_a_picture(self) -> Self:
+        if self.image_url is None and self.uuid is None:
+            raise PydanticCustomError("image_url", "give image_url, or the uuid of a picture that was sent before")
+        return self
+
+
+class EmbeddingContent(Body):
+    """The picture's embedding in its place: a safetensors file in base64."""
+
+    type: Literal["image_embeds"]
+    image_embeds: str
 
 
 class RefusalContent(Body):
@@ -77,12 +96,14 @@ def _part_tag(part: object) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         return None
-    return {"text": "<text>", "image_url": "<image>", "refusal": "<refusal>"}.get(kind, "<other>")
+    tags = {"text": "<text>", "image_url": "<image>", "image_embeds": "<embeds>", "refusal": "<refusal>"}
+    return tags.get(kind, "<other>")
 
 
 Part = Annotated[
     Annotated[TextContent, Tag("<text>")]
     | Annotated[ImageContent, Tag("<image>")]
+    | Annotated[EmbeddingContent, Tag("<embeds>")]
     | Annotated[RefusalContent, Tag("<refusal>")]
     | Annotated[SkipJsonSchema[Refused], Tag("<other>")],
     Discriminator(
@@ -109,12 +130,30 @@ class Message(Body):
         list[Part], FailFast(), BeforeValidator(text_is_one_part, json_schema_input_type=str | list[Part])
     ] = []
     name: str | None = None
+    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
+        None
+    )
     tool_calls: Annotated[list[JsonObject] | None, BeforeValidator(shallow)] = None
     tool_call_id: str | None = None
 
 
 # A list ends at its first bad entry: nobody reads a million complaints, and they cost as many allocations.
 Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
+
+
+# --- reasoning ------------------------------------------------------------------------------------------------------
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateKwargs = Annotated[JsonObject, BeforeValidator(shallow)]
+
+
+def template_kwargs(given: JsonObject, effort: ReasoningEffort | None) -> JsonObject:
+    """Variables of the chat template. Templates that know efforts call them so; others can only be told not to think,
+    under one of two names. What the client says itself counts more."""
+    if effort is None:
+        return given
+    silent: JsonObject = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+    return {"reasoning_effort": effort, **silent, **given}
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -155,6 +194,8 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     seed: Int64 | None = None
+    prompt_logprobs: Int64 | None = None
+    vllm_xargs: Annotated[JsonObject, BeforeValidator(shallow)] = {}
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -163,8 +204,10 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises InvalidRequest naming the field that is out of range."""
+        if self.stream and prompt_logprobs is not None:
+            raise InvalidRequest("a prompt's log-probabilities cannot be streamed; set stream to false", param="stream")
         return SamplingParams(
             n=self.n,
             max_tokens=max_tokens,
@@ -184,6 +227,8 @@ class GenerationBody(Body):
             skip_special_tokens=self.skip_special_tokens,
             seed=self.seed,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            extra_args=self.vllm_xargs,
         )
 
 
@@ -195,6 +240,8 @@ class ChatRequest(GenerationBody):
     tools: Tools = []
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateKwargs = {}
 
     def sampling(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -202,6 +249,7 @@ class ChatRequest(GenerationBody):
         return self._sampling(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -232,9 +280,20 @@ class CompletionRequest(GenerationBody):
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts, json_schema_input_type=Prompt | list[Prompt])]
     max_tokens: Int64 | None = 16  # OpenAI's default for this endpoint
     logprobs: int | None = None
+    echo: bool = False
+
+    @property
+    def only_echoes(self) -> bool:
+        """The prompt is to be scored and nothing said; engines always say something, so one token is asked for."""
+        return self.echo and self.max_tokens == 0
 
     def sampling(self) -> SamplingParams:
-        return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return self._sampling(
+            max_tokens=1 if self.only_echoes else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=max((count for count in wanted if count is not None), default=None),
+        )
 
 
 class TokenizeBody(Body):
@@ -248,26 +307,25 @@ class TokenizeBody(Body):
     messages: Messages = []
     images: Annotated[list[ImageSize], FailFast(), Field(max_length=MAX_SIZES)] = []
     tools: Tools = []
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateKwargs = {}
 
 
 # --- between the body and the engine --------------------------------------------------------------------------------
 
 # Field -> the values that ask for nothing. Any other value asks for what is not there yet, and would change the answer.
 # What changes no answer is ignored like an unknown field: book-keeping (user, metadata, store, service_tier,
-# safety_identifier, prompt_cache_key) and hints (reasoning_effort, verbosity, prediction).
+# safety_identifier, prompt_cache_key) and hints (verbosity, prediction).
 _NOT_YET: Final[dict[str, tuple[JsonValue, ...]]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": ("",),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": ("",),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -285,10 +343,14 @@ def refuse_unsupported(body: dict[str, Any], harmless: Mapping[str, tuple[JsonVa
             )
 
 
+_DEFAULT_SAMPLING: Final = asdict(SamplingParams())
+
+
 def wire_sampling(params: SamplingParams) -> dict[str, Any]:
     """The fields that differ from their defaults: what `GenerateRequest.sampling` carries."""
-    given, default = asdict(params), asdict(SamplingParams())
-    return {name: value for name, value in given.items() if value != default[name]}
+    given = {name: getattr(params, name) for name in _DEFAULT_SAMPLING}
+    changed = {name: value for name, value in given.items() if value != _DEFAULT_SAMPLING[name]}
+    return changed if params.constraint is None else {**changed, "constraint": asdict(params.constraint)}
 
 
 def wire_tools(tools: list[Tool]) -> list[JsonObject] | None:

@@ -19,7 +19,7 @@ from services.gateway.tool_calls import NumberedCall
 from services.gateway.trace import Trace
 from shared.errors import DiptychError, RequestAborted
 from shared.log import get_logger
-from shared.wire import TokenLogprob, Tokens
+from shared.wire import PromptToken, TokenLogprob, Tokens
 
 log = get_logger(__name__)
 DONE: Final = b"data: [DONE]\n\n"
@@ -57,7 +57,7 @@ class ChatChunks:
         self._tail = tail
         self._openings: dict[int, bytes] = {}
 
-    def tokens(self, event: Tokens, calls: Sequence[NumberedCall] = ()) -> bytes:
+    def tokens(self, event: Tokens, calls: Sequence[NumberedCall] = (), reasoning: str = "") -> bytes:
         """The frames of one event; empty if it holds nothing that a client could see yet."""
         tail = self._tail.after(event)
         opening = self._openings.get(event.index)
@@ -66,22 +66,24 @@ class ChatChunks:
             choice = b'%s"choices":[{"index":%d,"delta":{' % (self._head, event.index)
             first = choice + b'"role":"assistant","content":"","refusal":null' + _TEXT_END + tail
             opening = self._openings[event.index] = choice + b'"content":'
-        if event.finish_reason is None and event.logprobs is None and not calls:
+        if event.finish_reason is None and event.logprobs is None and not calls and not reasoning:
             return first + opening + orjson.dumps(event.text) + _TEXT_END + tail if event.text else first
-        return first + self._rich(event, calls, opening, tail)
+        return first + self._rich(event, calls, reasoning, opening, tail)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return self._head + b'"choices":[],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
-    def _rich(self, event: Tokens, calls: Sequence[NumberedCall], opening: bytes, tail: bytes) -> bytes:
-        """The rare shapes: with log-probabilities, calls of tools, and the end of a choice; each has its own chunk."""
-        frames = b""
-        if event.text or event.logprobs:
-            logprobs = orjson.dumps(chat_logprobs(event.logprobs))
-            frames = (
-                opening + orjson.dumps(event.text) + b'},"logprobs":' + logprobs + b',"finish_reason":null}]' + tail
-            )
+    def _rich(self, event: Tokens, calls: Sequence[NumberedCall], reasoning: str, opening: bytes, tail: bytes) -> bytes:
+        """The rarer shapes: reasoning, log-probabilities, calls of tools, the end of a choice; each is a chunk."""
         choice: dict[str, Any] = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        frames = b""
+        logprobs = chat_logprobs(event.logprobs)
+        if reasoning:
+            told = {} if event.text else {"logprobs": logprobs}
+            frames = self._frame(choice | {"delta": reasoning_fields(reasoning), **told}, tail)
+        if event.text or (event.logprobs and not reasoning):
+            end = b'},"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":null}]' + tail
+            frames += opening + orjson.dumps(event.text) + end
         if calls:
             delta = {"tool_calls": [{"index": call.number, **call.to_body()} for call in calls]}
             frames += self._frame(choice | {"delta": delta}, tail)
@@ -132,6 +134,11 @@ def error_frame(error: DiptychError) -> bytes:
     return b"data: " + orjson.dumps(error.to_body()) + b"\n\n"
 
 
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Under DeepSeek's name, which most clients read, and under the shorter one of newer servers."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def chat_logprobs(logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
     if logprobs is None:
         return None
@@ -143,18 +150,20 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": entry.bytes}
 
 
-def completion_logprobs(logprobs: list[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
+def completion_logprobs(logprobs: Sequence[TokenLogprob | PromptToken] | None, offset: int) -> dict[str, Any] | None:
     """The older shape: parallel lists. offset: characters of this choice before these tokens."""
     if logprobs is None:
         return None
     offsets = []
     for entry in logprobs:
         offsets.append(offset)
-        offset += len(entry.token)
+        offset += len(entry.token) if isinstance(entry, TokenLogprob) or entry.bytes else 0
     return {
         "tokens": [entry.token for entry in logprobs],
         "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [{other.token: other.logprob for other in entry.top} for entry in logprobs],
+        "top_logprobs": [
+            None if entry.logprob is None else {other.token: other.logprob for other in entry.top} for entry in logprobs
+        ],
         "text_offset": offsets,
     }
 

@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from services.gateway.base_schema import JsonObject
 from services.gateway.json_schema import closed
 from services.gateway.output_schema import ToolFunction
+from shared.text import num_beginning
 from shared.wire import Tokens, ToolFormat
 
 MAX_FALSE_OPENINGS = 16  # each is read to its end once more: a model that repeats one must not make that quadratic
@@ -129,7 +130,7 @@ class ToolCallParser:
         if end >= 0:
             self._call = _JsonValue(len(opening))
         else:
-            end = len(self._held) - (0 if is_over else _num_beginning(self._held, opening))
+            end = len(self._held) - (0 if is_over else num_beginning(self._held, opening))
         text, self._held = self._held[:end], self._held[end:]
         yield from self._give(text)
 
@@ -224,14 +225,6 @@ class _JsonValue:
         elif sign != "\\":
             self._depth += 1 if sign in "{[" else -1
         return self._depth == 0
-
-
-def _num_beginning(text: str, mark: str) -> int:
-    """Length of the longest end of the text that begins the mark."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
 
 
 def _refuse_constant(name: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from services.gateway.timeline import Timeline
 from shared.errors import DiptychError
 
 SERVER_FAULT = 500
@@ -16,7 +17,8 @@ SERVER_FAULT = 500
 class Trace:
     """Filled in along the way. `stages` maps a stage of `shared.wire.Stage` to seconds.
 
-    key_name   of the API key that it counts for; None until it was let in
+    key_name   of the API key that it counts for; None until it is known
+    is_in      its key's limits let it in, so that it takes a place until it ends
     reason     of a failure that is not the client's: the error's message
     """
 
@@ -26,6 +28,7 @@ class Trace:
     outcome: str = "ok"
     reason: str | None = None
     key_name: str | None = None
+    is_in: bool = False
     model: str | None = None
     num_images: int = 0
     num_prompt_tokens: int | None = None
@@ -33,6 +36,10 @@ class Trace:
     num_cached_tokens: int | None = None
     num_generated_tokens: int | None = None
     first_token_s: float | None = None
+    timeline: Timeline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(self.started_at)
 
     @property
     def elapsed_s(self) -> float:

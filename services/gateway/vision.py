@@ -12,16 +12,24 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.gateway.admission import Admission, AdmittedImage
+from services.gateway.attempts import on_a_replica
 from services.gateway.backends import EncoderClient
-from services.gateway.balancer import Pool, Replica, is_worth_another_replica
+from services.gateway.balancer import Pool, Replica
 from services.gateway.encoding import EncodeJob, Encodes, no_encoder
 from services.gateway.images import LoadedImage, at_part
 from services.gateway.trace import Trace
-from shared.errors import DiptychError
-from shared.hashing import image_key
-from shared.wire import DescribeRequest, EncoderInfo, ImageMetadata, ImageRef, ImageSize
+from shared.errors import DiptychError, UnsupportedFeature
+from shared.hashing import embedding_key, image_key, off_loop
+from shared.wire import (
+    EMBEDDINGS_REFUSED,
+    DescribeRequest,
+    DescribeResponse,
+    EncoderInfo,
+    ImageMetadata,
+    ImageRef,
+    ImageSize,
+)
 
-HASH_INLINE_BYTES = 2**20
 NO_IMAGE = "0" * 64  # the key of pictures of which only the size is known
 
 
@@ -41,7 +49,7 @@ class Vision:
         self._cache = cache
         self._max_known = known_images
         self._known: OrderedDict[str, ImageRef] = OrderedDict()
-        self._fingerprint: str | None = None
+        self._info: EncoderInfo | None = None
         self.sources: Counter[str] = Counter()  # where refs came from, for the metrics
 
     def max_image_bytes(self, limit: int) -> int:
@@ -52,25 +60,29 @@ class Vision:
     def num_in_flight(self) -> int:
         return len(self._encodes)
 
-    async def admit(self, images: Sequence[LoadedImage], trace: Trace, *, fresh: bool = False) -> Admission:
+    async def admit(
+        self, images: Sequence[LoadedImage], trace: Trace, *, fresh: bool = False, num_others: int = 0
+    ) -> Admission:
         """All images admitted, in order. The first refusal ends the wait and names its part.
 
-        fresh   believe neither memory nor Redis: an engine has just failed to get what they promised
+        fresh        believe neither memory nor Redis: an engine has just failed to get what they promised
+        num_others   pictures of the conversation beside these
         """
-        fingerprint = self._current_fingerprint()
-        keys = [await _key(image.data, fingerprint) for image in images]
+        if self._info is None:  # else its pictures may be known, and need no encoder
+            await self._pool.until_available()
+        info = self._current_info()
+        num_images = len(images) + num_others
+        jobs = [await self._job(image, info, num_images, trace.request_id, again=fresh) for image in images]
+        keys = [job.key for job in jobs]
         refs = {} if fresh else self._recall(keys)
+        remembered = set(refs)
         await self._look_up([key for key in dict.fromkeys(keys) if key not in refs], refs, fresh=fresh)
-        jobs = [
-            EncodeJob(key, image.data, fingerprint, trace.request_id, again=fresh)
-            for key, image in zip(keys, images, strict=True)
-        ]
         admission = Admission()
         is_admitted = False
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._admit_one(image, job, refs.get(job.key), admission))
+                    group.create_task(self._admit_one(image, job, refs.get(job.key), remembered, admission))
                     for image, job in zip(images, jobs, strict=True)
                 ]
             admission.images = [task.result() for task in tasks]
@@ -82,27 +94,27 @@ class Vision:
                 admission.release(abandoned=True)
         return admission
 
-    async def describe(self, sizes: Sequence[ImageSize]) -> list[ImageRef]:
+    async def describe(self, sizes: Sequence[ImageSize], *, num_others: int = 0) -> list[ImageRef]:
         """How pictures of these sizes would stand in a prompt; the refs are for counting only, no embedding is theirs.
 
+        num_others   pictures of the conversation beside these
         Raises ImageTooLarge naming the size that no picture may have.
         """
-        fingerprint = self._current_fingerprint()
-        tried: list[Replica[EncoderInfo]] = []
-        failure: DiptychError = no_encoder()
-        while others := self._pool.available(tried, lambda info: info.fingerprint == fingerprint):
-            replica = min(others, key=lambda each: each.outstanding)
-            try:
-                answer = await self._client.describe(replica.url, DescribeRequest(images=list(sizes)))
-            except DiptychError as error:
-                self._pool.note(replica, error)
-                if not is_worth_another_replica(error):
-                    raise
-                failure = error
-                tried.append(replica)
-            else:
-                return [ImageRef.of(metadata, image_key=NO_IMAGE) for metadata in answer.images]
-        raise failure
+        await self._pool.until_available()
+        info = self._current_info()
+        fingerprint, num_images = info.fingerprint, len(sizes) + num_others
+        details = [info.detail_of(size.detail, num_images) for size in sizes]
+        sizes = [size.model_copy(update={"detail": read}) for size, read in zip(sizes, details, strict=True)]
+
+        def choose(tried: list[Replica[EncoderInfo]], _failure: DiptychError) -> Replica[EncoderInfo] | None:
+            others = self._pool.available(tried, lambda info: info.fingerprint == fingerprint)
+            return min(others, key=lambda each: each.outstanding, default=None)
+
+        async def work(replica: Replica[EncoderInfo], _num_tries: int) -> DescribeResponse:
+            return await self._client.describe(replica.url, DescribeRequest(images=sizes))
+
+        answer = await on_a_replica(self._pool, choose, work, nobody=no_encoder())
+        return [ImageRef.of(metadata, image_key=NO_IMAGE) for metadata in answer.images]
 
     async def close(self) -> None:
         await self._encodes.close()
@@ -136,37 +148,47 @@ class Vision:
     def _infos(self) -> list[EncoderInfo]:
         return [replica.info for replica in self._pool.available() if replica.info is not None]
 
-    def _current_fingerprint(self) -> str:
-        """The fingerprint of most ready encoders; of equal ones the one in use; of none the last one.
+    def _current_info(self) -> EncoderInfo:
+        """Of the version that most ready encoders are of; of equal ones the one in use; of none the last one.
 
         While a roll-out replaces the encoders every request uses one version, and its keys say which.
         """
-        counts = Counter(info.fingerprint for info in self._infos())
-        if counts:
-            self._fingerprint = max(counts, key=lambda each: (counts[each], each == self._fingerprint))
-        if self._fingerprint is None:
+        infos = {info.fingerprint: info for info in self._infos()}
+        if infos:
+            counts = Counter(info.fingerprint for info in self._infos())
+            current = None if self._info is None else self._info.fingerprint
+            self._info = infos[max(counts, key=lambda each: (counts[each], each == current))]
+        if self._info is None:
             raise no_encoder()
-        return self._fingerprint
+        return self._info
+
+    async def _job(
+        self, image: LoadedImage, info: EncoderInfo, num_images: int, request_id: str, *, again: bool
+    ) -> EncodeJob:
+        detail = info.detail_of(image.detail, num_images)
+        if image.is_embedding and not info.accepts_embeddings:
+            raise UnsupportedFeature(EMBEDDINGS_REFUSED, param=image.param)
+        if image.is_embedding:
+            key = await off_loop(embedding_key, image.data, info.fingerprint)
+        else:
+            key = await off_loop(image_key, image.data, info.fingerprint_of(detail))
+        return EncodeJob(
+            key, image.data, info.fingerprint, request_id, again, detail=detail, is_embedding=image.is_embedding
+        )
 
     # --- admitting one image ----------------------------------------------------------------------------------------
 
     async def _admit_one(
-        self, image: LoadedImage, job: EncodeJob, known: ImageRef | None, admission: Admission
+        self, image: LoadedImage, job: EncodeJob, known: ImageRef | None, remembered: set[str], admission: Admission
     ) -> AdmittedImage:
         if known is not None:
-            return AdmittedImage(known, image.param, None)
+            return AdmittedImage(known, image.param, None, "gateway" if job.key in remembered else "redis")
         encoding = self._encodes.running(job.key)
         self.sources["encoder" if encoding is None else "joined"] += 1
+        admitted_by = "vision_encoder" if encoding is None else "shared"
         encoding = encoding or self._encodes.start(job)
         admission.join(encoding)
         try:
-            return AdmittedImage(await asyncio.shield(encoding.admitted), image.param, encoding)
+            return AdmittedImage(await asyncio.shield(encoding.admitted), image.param, encoding, admitted_by)
         except DiptychError as error:
             raise at_part(error, image.param) from error
-
-
-async def _key(data: bytes, fingerprint: str) -> str:
-    """Large images are hashed beside the event loop: hashing lets go of the interpreter's lock."""
-    if len(data) <= HASH_INLINE_BYTES:
-        return image_key(data, fingerprint)
-    return await asyncio.to_thread(image_key, data, fingerprint)
