@@ -20,12 +20,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from bench.simulator.cluster import simulate
-from bench.simulator.costs import PRESETS, CostModel
-from bench.simulator.report import figures, table
-from bench.simulator.trace import MIXES, Conversation, Turn, bursty, make_trace, means, poisson
-from bench.simulator.world import Result, Settings
 from diptych.bench.workloads import iter_requests
+from diptych.simulator.cluster import simulate
+from diptych.simulator.costs import PRESETS, CostModel
+from diptych.simulator.report import figures, table
+from diptych.simulator.trace import MIXES, Conversation, Turn, bursty, make_trace, means, poisson
+from diptych.simulator.world import Result, Settings
 
 USUAL_BATCH = 16  # what `--load` reckons with
 
@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> None:
         settings = Settings(**{name: value for name, value in choice.items() if name in SETTINGS})
         num_blocks = choice["num_blocks"] or costs.num_blocks
         result = play(given, replace(costs, num_blocks=num_blocks), settings, choice)
-        row = figures(result, settings.engines) | {"simulation_s": round(time.process_time() - started, 1)}
+        row = figures(result, settings.engines, settings.encoders)
+        row["simulation_s"] = round(time.process_time() - started, 1)
         rows.append((choice, row))
         if given.json:
             print(json.dumps(choice | row), flush=True)

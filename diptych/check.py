@@ -9,10 +9,12 @@ import asyncio
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -22,12 +24,13 @@ from rich.text import Text
 from diptych import machine, models
 from diptych.errors import ModelUnavailable
 from services.text_engine.kernels import native_build
-from shared import resources
+from shared import resources, tracing
 from shared.log import redact
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
 ENOUGH_MEMORY_BYTES = 2 * GIB  # the demo system's four processes
+ENOUGH_DISK_BYTES = 16 * GIB  # a model of 7 B in half precision, and a little
 WEIGHTS_ARE_LOADED_TIMES = 1.3  # weights, and room for the KV cache
 FAST_CPU_FLAGS = {
     "avx2": "AVX2",
@@ -80,6 +83,8 @@ def look(model: str, port: int) -> Iterator[Finding]:
     yield _port(port)
     yield _cache()
     yield _model(model)
+    yield _disk()
+    yield _traces()
 
 
 def _python() -> Finding:
@@ -203,5 +208,29 @@ def _model(name: str) -> Finding:
     return Finding("ok", "model", found)
 
 
+def _disk() -> Finding:
+    """Where downloaded models are kept: Hugging Face's own folder, which HF_HUB_CACHE or HF_HOME may move."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    folder = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    kept = [each.name for each in folder.glob("models--*")] if folder.is_dir() else []
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{free / GIB:.0f} GiB free for models in {folder}, {len(kept)} there"
+    if free < ENOUGH_DISK_BYTES:
+        return Finding("warn", "disk", found, "a model of 7 B takes 14 GiB: make room, or move the folder with HF_HOME")
+    return Finding("ok", "disk", found)
+
+
+def _traces() -> Finding:
+    if not tracing.is_wanted():
+        return Finding("ok", "traces", "off; OTEL_EXPORTER_OTLP_ENDPOINT turns them on")
+    if not _is_installed("opentelemetry.exporter.otlp.proto.http"):
+        return Finding("fail", "traces", "asked for by OTEL_… variables", "pip install 'diptych[otel]', or unset them")
+    return Finding("ok", "traces", "sent as the OTEL_… variables say")
+
+
 def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +17,9 @@ from rich.console import Console
 from diptych import __version__
 from diptych.bench.cli import app as bench_app
 from diptych.errors import CommandFailed
+from diptych.help import Command
 from diptych.options import Given, build, with_settings
+from diptych.planner.cli import plan
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
@@ -31,7 +34,7 @@ EPILOG = "Every setting can also be an environment variable: --{} is DIPTYCH_{}.
 ENGINE_EPILOG = EPILOG.format("max-model-len", "ENGINE_MAX_MODEL_LEN")
 
 # A panel of `serve` is one of many, so its place and its model are not the user's to set.
-SET_BY_SERVE = ("model", "served_model_name", "host", "port", "redis_url")
+SET_BY_SERVE = ("model", "served_model_name", "host", "port", "redis_url", "service_token")
 
 app = typer.Typer(
     name="diptych",
@@ -44,6 +47,7 @@ app = typer.Typer(
     epilog="Start with [bold]diptych demo[/bold], or [bold]diptych serve[/bold] and the page on http://127.0.0.1:8000.",
 )
 app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
+app.command(cls=Command, rich_help_panel="Measure")(plan)
 
 
 def main() -> None:
@@ -75,7 +79,7 @@ def root(
     """Options that come before any command."""
 
 
-@app.command(rich_help_panel="One machine", epilog=ENGINE_EPILOG)
+@app.command(cls=Command, rich_help_panel="One machine", epilog=ENGINE_EPILOG)
 @with_settings(TextEngineSettings, skip=SET_BY_SERVE, panel="Each text engine")
 def serve(
     given: Given,
@@ -117,7 +121,7 @@ def serve(
     asyncio.run(serving.serve(plan, console))
 
 
-@app.command(rich_help_panel="One machine")
+@app.command(cls=Command, rich_help_panel="One machine")
 def demo(
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
@@ -131,11 +135,11 @@ def demo(
     sys.exit(demo_module.run(port))
 
 
-@app.command(rich_help_panel="One machine")
+@app.command(cls=Command, rich_help_panel="One machine")
 def chat(
     words: Annotated[list[str], typer.Argument(metavar="[IMAGE]… QUESTION", help="Pictures, then the question.")],
     server: Annotated[
-        str, typer.Option(help="A running server.", envvar="DIPTYCH_SERVER", show_envvar=True)
+        str, typer.Option("--url", "--server", help="A running server.", envvar="DIPTYCH_SERVER", show_envvar=True)
     ] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="The model to start if no server answers.")] = "demo",
     api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="DIPTYCH_API_KEY")] = None,
@@ -150,7 +154,7 @@ def chat(
 
       diptych chat cat.png "What is in the picture?"
       diptych chat left.jpg right.jpg "What has changed?"
-      diptych chat --server http://gpu-box:8000 https://example.com/cat.jpg "What breed is it?"
+      diptych chat --url http://gpu:8000 https://example.com/cat.jpg "What is it?"
     """
     from diptych import chat as chat_module
 
@@ -159,7 +163,51 @@ def chat(
     chat_module.run(words, server=server, model=model, api_key=api_key, options=request)
 
 
-@app.command(rich_help_panel="One machine")
+@app.command(cls=Command, rich_help_panel="One machine")
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests, a JSON object a line.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where answers are appended.")],
+    url: Annotated[
+        str | None, typer.Option(help="A running server.", envvar="DIPTYCH_SERVER", show_envvar=True)
+    ] = None,
+    model: Annotated[str, typer.Option(help="The model to start if no server answers.")] = "demo",
+    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="DIPTYCH_API_KEY")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Read pictures from below this folder only; default: the input's own.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests under way at a time.", min=1, max=1024)] = 16,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Ask again what has no good answer in the output.")
+    ] = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format, on a running server or on one started for it.
+
+    Each line has custom_id, method, url and body; a picture may be a path, relative to the input. What the output has
+    already is skipped, so a run that was stopped goes on when the command is given again.
+
+    Exit code 1 if a line has no good answer. Without --url the server on port 8000 of this machine is asked, if any.
+
+    [bold]Examples[/bold]
+
+      diptych batch questions.jsonl -o answers.jsonl
+      diptych batch questions.jsonl -o answers.jsonl --url http://gpu-box:8000 --concurrency 128
+    """
+    from diptych.batch import run as batch_run
+
+    plan = batch_run.Plan(
+        source=source,
+        destination=output,
+        image_root=images,
+        url=url,
+        model=model,
+        api_key=api_key,
+        concurrency=concurrency,
+        retry_failed=retry_failed,
+    )
+    sys.exit(batch_run.run(plan, Console(stderr=True, highlight=False)))
+
+
+@app.command(cls=Command, rich_help_panel="One machine")
 def check(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "demo",
     port: Annotated[int, typer.Option(help="The port that the gateway would take.", min=1, max=65535)] = 8000,
@@ -173,22 +221,23 @@ def check(
     sys.exit(check_module.run(model, port))
 
 
-@app.command(rich_help_panel="One service", epilog=EPILOG.format("api-keys", "GATEWAY_API_KEYS"))
+@app.command(cls=Command, rich_help_panel="One service", epilog=EPILOG.format("api-keys", "GATEWAY_API_KEYS"))
 @with_settings(GatewaySettings)
 def gateway(given: Given) -> None:
     """Run the gateway alone: the OpenAI-style API in front of encoders and engines that run elsewhere.
 
     [bold]Example[/bold]
 
-      diptych gateway --vision-encoders dns://vision_encoder:8001 --text-engines http://10.0.0.5:8002,http://10.0.0.6:8002
+      diptych gateway --vision-encoders dns://vision_encoder:8001 \\
+          --text-engines http://10.0.0.5:8002,http://10.0.0.6:8002
     """
     settings = build(GatewaySettings, given)
     from services.gateway.app import run
 
-    sys.exit(run(settings))
+    run(settings)
 
 
-@app.command(rich_help_panel="One service", epilog=EPILOG.format("port", "ENCODER_PORT"))
+@app.command(cls=Command, rich_help_panel="One service", epilog=EPILOG.format("port", "ENCODER_PORT"))
 @with_settings(VisionEncoderSettings, skip=["model"])
 def vision_encoder(
     given: Given,
@@ -198,7 +247,8 @@ def vision_encoder(
 
     [bold]Example[/bold]
 
-      diptych vision-encoder llava-hf/llava-1.5-7b-hf --host 0.0.0.0 --redis-url redis://cache:6379/0
+      diptych vision-encoder llava-hf/llava-1.5-7b-hf --host 0.0.0.0 \\
+          --redis-url redis://cache:6379/0
     """
     settings = build(VisionEncoderSettings, _with_model(model, given))
     from services.vision_encoder.app import run
@@ -206,7 +256,7 @@ def vision_encoder(
     run(settings)
 
 
-@app.command(rich_help_panel="One service", epilog=ENGINE_EPILOG)
+@app.command(cls=Command, rich_help_panel="One service", epilog=ENGINE_EPILOG)
 @with_settings(TextEngineSettings, skip=["model"])
 def text_engine(
     given: Given,

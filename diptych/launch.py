@@ -36,6 +36,8 @@ PROBE_TIMEOUT_S = 2.0
 # for it. A variable that is already set is left alone.
 THREAD_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 
+SERVICE_TOKEN = "DIPTYCH_SERVICE_TOKEN"  # noqa: S105 - the variable's name
+
 # The gateway drains first, while both panels still work for the requests it has accepted. The cache goes last.
 GATEWAY_STAGE, PANEL_STAGE, CACHE_STAGE = 0, 1, 2
 
@@ -178,6 +180,9 @@ def _cache(port: int, memory: str, console: Console) -> tuple[list[Command], str
 
 def _environment(redis_url: str | None, console: Console) -> dict[str, str]:
     env = {**THREAD_ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1"}
+    if not env.get(SERVICE_TOKEN, "").strip():
+        # As for Valkey: any user of the machine can reach the panels' ports. A variable, because `ps` shows arguments.
+        env[SERVICE_TOKEN] = secrets.token_urlsafe(32)
     if redis_url:
         env["REDIS_URL"] = redis_url
     if console.is_terminal:  # a pipe would get JSON: right for a log collector, hard on a person

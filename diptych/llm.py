@@ -5,19 +5,24 @@ The same engine and the same vision encoder as the services run, driven by one l
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
+from rich.console import Console
 
+from diptych.batch.counter import Counter
 from diptych.models import resolve
 from diptych.vision import LocalEncoder
 from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
+from services.text_engine.core.batch import Logprobs
+from services.text_engine.core.sequence import PromptLogprob
 from services.text_engine.engine import EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from services.text_engine.prompt import Prompt
 from services.vision_encoder.families.interface import PreparedImage
@@ -25,7 +30,7 @@ from shared.errors import DiptychError, InvalidRequest
 from shared.log import get_logger
 from shared.sampling import SamplingParams
 from shared.settings import load_settings
-from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart
+from shared.wire import ChatMessage, Detail, ImagePart, ImageRef, TextPart
 
 Image = str | Path | bytes
 Message = dict[str, Any]
@@ -36,17 +41,22 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class Choice:
-    """One answer to one prompt."""
+    """One answer to one prompt.
+
+    logprobs   of each token, if `sampling` asks for them
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Output:
     """All answers to one prompt, or the reason why there is none.
 
+    prompt_logprobs   of the prompt's tokens but the first, if `sampling` asks for them
     error   the batch goes on when one prompt fails
     """
 
@@ -54,6 +64,7 @@ class Output:
     num_prompt_tokens: int = 0
     num_image_tokens: int = 0
     num_cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprob] | None = None
     error: DiptychError | None = None
 
     @property
@@ -82,11 +93,12 @@ class LLM:
         folder = resolve(str(model), say=log.info).folder
         self._wanted: list[ImageRef] = []
         settings.setdefault("max_prefill_tokens_while_decoding", sys.maxsize)  # nobody reads along while it writes
+        settings.setdefault("max_queue_wait_s", None)  # nor waits for one answer more than for another
         loaded = load_settings(TextEngineSettings, model=folder, **settings)
         self._built = build_engine(loaded, self._wanted.append)
         self._window = 2 * loaded.max_num_seqs
         self._encoder = LocalEncoder(folder) if self._built.info.supports_images else None
-        self._images: dict[str, bytes] = {}
+        self._images: dict[str, tuple[bytes, Detail]] = {}
         self._num_requests = 0
 
     def generate(
@@ -94,31 +106,46 @@ class LLM:
         prompts: Sequence[str | list[int]],
         sampling: SamplingParams | None = None,
         *,
+        adapter: str | None = None,
         on_progress: OnProgress | None = None,
+        show_progress: bool = False,
     ) -> list[Output]:
-        """Complete plain prompts (text or token ids), all in one batch; outputs in the prompts' order."""
+        """Complete plain prompts (text or token ids), all in one batch; outputs in the prompts' order.
+
+        adapter         name of one of the setting `lora_modules`, to answer in the model's place
+        show_progress   on stderr: a bar with rate and time left, or a line now and then where there is no terminal
+        """
         vocab_size = self._built.info.vocab_size
         builders = [partial(self._built.prompts.from_prompt, prompt, vocab_size) for prompt in prompts]
-        return self._run(builders, sampling, on_progress)
+        with _told(on_progress, len(builders), shown=show_progress) as tell:
+            return self._run(builders, sampling, tell, adapter)
 
     def chat(
         self,
         conversations: Sequence[Sequence[Message]],
         sampling: SamplingParams | None = None,
         *,
+        adapter: str | None = None,
         on_progress: OnProgress | None = None,
+        show_progress: bool = False,
     ) -> list[Output]:
         """Answer conversations, all in one batch.
 
         A message is {"role", "content"}; content is a string or a list whose items are strings (text), paths or bytes
-        (images), in any order.
+        (images), in any order. Else as `generate`.
         """
-        return self._run([partial(self._prompt, c) for c in conversations], sampling, on_progress)
+        builders = [partial(self._prompt, c) for c in conversations]
+        with _told(on_progress, len(builders), shown=show_progress) as tell:
+            return self._run(builders, sampling, tell, adapter)
 
     # --- one batch ------------------------------------------------------------------------------------------------
 
     def _run(
-        self, builders: Sequence[Callable[[], Prompt]], sampling: SamplingParams | None, on_progress: OnProgress | None
+        self,
+        builders: Sequence[Callable[[], Prompt]],
+        sampling: SamplingParams | None,
+        on_progress: OnProgress | None,
+        adapter: str | None,
     ) -> list[Output]:
         sampling = sampling or SamplingParams(temperature=0.0)
         outputs: dict[str, Output] = {}
@@ -129,7 +156,7 @@ class LLM:
             while len(outputs) < len(builders) or engine.num_requests:
                 # A window, not all at once: the engine's queue is bounded, and pictures are encoded when queued.
                 while engine.num_requests < self._window and (build := next(remaining, None)) is not None:
-                    num_finished += self._start(outputs, build, sampling)
+                    num_finished += self._start(outputs, build, sampling, adapter)
                 num_finished += self._step(outputs)
                 if on_progress is not None:
                     on_progress(num_finished, len(builders))
@@ -140,26 +167,34 @@ class LLM:
             self._images.clear()
         return list(outputs.values())
 
-    def _start(self, outputs: dict[str, Output], build: Callable[[], Prompt], sampling: SamplingParams) -> int:
+    def _start(
+        self,
+        outputs: dict[str, Output],
+        build: Callable[[], Prompt],
+        sampling: SamplingParams,
+        adapter: str | None,
+    ) -> int:
         """Queue one prompt; returns 1 if it has failed already, else 0."""
         request_id = str(self._num_requests)
         self._num_requests += 1
         output = outputs[request_id] = Output([Choice() for _ in range(sampling.n)])
         try:
-            self._add(request_id, build(), sampling)
+            self._add(request_id, build(), sampling, adapter)
         except DiptychError as error:
             output.error = error
             return 1
         return 0
 
-    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams, adapter: str | None) -> None:
         self._built.engine.add(
             EngineRequest(
                 request_id=request_id,
                 token_ids=prompt.token_ids,
                 sampling=sampling,
+                reasoning=prompt.reasoning,
                 images=prompt.images,
                 image_refs=prompt.image_refs,
+                adapter=adapter,
             )
         )
 
@@ -172,6 +207,9 @@ class LLM:
                 choice = output.choices[event.index]
                 choice.text += event.text
                 choice.token_ids += event.token_ids
+                choice.logprobs += [logprobs for _, logprobs in event.logprobs]
+                if event.prompt_logprobs is not None:
+                    output.prompt_logprobs = event.prompt_logprobs
                 choice.finish_reason = event.finish.reason if event.finish else None
                 continue
             num_finished += 1
@@ -191,7 +229,7 @@ class LLM:
         for ref in wanted:
             assert self._encoder is not None
             try:
-                ready.append((ref, self._encoder.prepare(self._images[ref.image_key])))
+                ready.append((ref, self._encoder.prepare(*self._images[ref.image_key])))
             except DiptychError as error:
                 for event in self._built.engine.image_failed(ref, error):
                     outputs[event.request_id].error = error
@@ -205,13 +243,16 @@ class LLM:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def _prompt(self, conversation: Sequence[Message]) -> Prompt:
-        messages = [
-            ChatMessage(role=str(message["role"]), content=[self._part(item) for item in _items(message["content"])])
-            for message in _checked(conversation)
-        ]
-        return self._built.prompts.from_messages(messages)
+        messages = [(str(message["role"]), _items(message["content"])) for message in _checked(conversation)]
+        num_images = sum(isinstance(item, Path | bytes) for _, items in messages for item in items)
+        return self._built.prompts.from_messages(
+            [
+                ChatMessage(role=role, content=[self._part(item, num_images) for item in items])
+                for role, items in messages
+            ]
+        )
 
-    def _part(self, item: object) -> TextPart | ImagePart:
+    def _part(self, item: object, num_images: int) -> TextPart | ImagePart:
         if isinstance(item, str):
             return TextPart(text=item)
         if isinstance(item, Path):
@@ -220,9 +261,27 @@ class LLM:
             raise InvalidRequest(f"content holds a {type(item).__name__}; give strings, paths or image bytes")
         if self._encoder is None:
             raise InvalidRequest("this model takes text only")
-        ref = self._encoder.reference(item)
-        self._images[ref.image_key] = item
+        detail = self._encoder.detail(num_images)
+        ref = self._encoder.reference(item, detail)
+        self._images[ref.image_key] = item, detail
         return ImagePart(image=ref)
+
+
+@contextlib.contextmanager
+def _told(on_progress: OnProgress | None, num_prompts: int, *, shown: bool) -> Iterator[OnProgress | None]:
+    """The caller's own callback, and a bar beside it where that is wanted."""
+    if not shown:
+        yield on_progress
+        return
+    with Counter(Console(stderr=True, highlight=False), num_prompts) as counter:
+
+        def tell(num_finished: int, num_total: int) -> None:
+            for _ in range(num_finished - counter.num_done):
+                counter.note()
+            if on_progress is not None:
+                on_progress(num_finished, num_total)
+
+        yield tell
 
 
 def _checked(conversation: object) -> list[Message]:

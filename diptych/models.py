@@ -1,4 +1,4 @@
-"""MODEL -> a local folder in Hugging Face format: a folder as it is, a built-in name, or an id on the hub."""
+"""MODEL -> a local folder in Hugging Face format: a folder as it is, a GGUF file, a built-in name, an id on the hub."""
 
 from __future__ import annotations
 
@@ -50,8 +50,14 @@ def resolve(name: str, *, say: Say) -> Model:
     path = Path(name or "/no/model/named").expanduser()  # Path("") would be the current folder
     if path.is_dir():
         return _checked(path.resolve().name, path.resolve())
+    if path.suffix == ".gguf" and path.is_file():
+        from diptych import gguf_folder  # late: it needs torch
+
+        return _checked(path.stem, gguf_folder.checkpoint(path, cache_folder(), say=say))
     if path.exists():
-        raise ModelUnavailable(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")
+        raise ModelUnavailable(
+            f"model {name!r} is a file; give a GGUF file or the folder that holds config.json and *.safetensors"
+        )
     if _HUB_ID.match(name):
         return _checked(name, _from_hub(name, say=say))
     raise ModelUnavailable(
@@ -99,11 +105,15 @@ def _checked(name: str, folder: Path) -> Model:
     try:
         json.loads(config.read_text())
     except FileNotFoundError:
+        if gguf_files := sorted(folder.glob("*.gguf")):
+            raise ModelUnavailable(f"{folder} holds GGUF files; name one as the model: {gguf_files[0]}") from None
         raise ModelUnavailable(f"{folder} is no Hugging Face checkpoint: it has no config.json") from None
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"{config} cannot be read: {error}") from None
-    if not any(folder.glob("*.safetensors")):
-        raise ModelUnavailable(f"{folder} holds no *.safetensors weights; .bin and GGUF files are not loaded")
+    if not any(folder.glob("*.safetensors")) and not (folder / "model.gguf").exists():
+        raise ModelUnavailable(
+            f"{folder} holds no *.safetensors weights; .bin files are not loaded, and a GGUF file is itself the MODEL"
+        )
     return Model(name, folder)
 
 

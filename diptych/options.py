@@ -76,7 +76,7 @@ def as_flags(given: Given) -> list[str]:
 
 
 def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
-    kind, words = _describe(field.annotation)
+    kind, words = describe(field.annotation)
     default = None if field.is_required() else field.default
     if isinstance(default, (tuple, list)):
         default = ",".join(str(each) for each in default)
@@ -97,7 +97,7 @@ def choices(annotation: Any) -> list[str]:
     return [str(word) for literal in literals for word in get_args(literal)]
 
 
-def _describe(annotation: Any) -> tuple[type, str | None]:
+def describe(annotation: Any) -> tuple[type, str | None]:
     """How typer should take a value of this type (text or switch), and what the help shows for it."""
     if words := choices(annotation):
         return str, "|".join(words)

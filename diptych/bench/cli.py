@@ -20,6 +20,7 @@ from diptych.bench.machine import ProcessTrees
 from diptych.bench.repeats import Plan, Result, measure
 from diptych.bench.report import ProgressLine, append_line, json_line, result_notes, result_tables
 from diptych.bench.sessions import SessionShape
+from diptych.help import Command
 
 app = typer.Typer(
     name="bench",
@@ -41,9 +42,11 @@ def _resolve_salt(salt: str) -> str:
     return "" if salt == "none" else salt
 
 
-@app.command()
+@app.command(cls=Command)
 def run(
-    url: Annotated[str, typer.Option(help="Base URL, with or without /v1.", rich_help_panel=_SERVER)],
+    url: Annotated[
+        str, typer.Option("--url", "--server", help="Base URL, with or without /v1.", rich_help_panel=_SERVER)
+    ],
     model: Annotated[
         str, typer.Option(help="Model to ask for; the first that the server lists if absent.", rich_help_panel=_SERVER)
     ] = "",
@@ -61,7 +64,8 @@ def run(
     ] = "DIPTYCH_API_KEY",
     timeout_s: Annotated[float, typer.Option(min=1, help="For one read.", rich_help_panel=_SERVER)] = 600.0,
     pid: Annotated[
-        list[int] | None, typer.Option(help="Server process on this machine; repeatable.", rich_help_panel=_SERVER)
+        list[int] | None,
+        typer.Option(metavar="INT", help="Server process on this machine; repeatable.", rich_help_panel=_SERVER),
     ] = None,
     reps: Annotated[int, typer.Option(min=1, help="Counted runs.", rich_help_panel=_RUNS)] = 3,
     extra: Annotated[int, typer.Option(min=0, help="More tries for disturbed runs.", rich_help_panel=_RUNS)] = 3,
@@ -119,7 +123,7 @@ async def _run_all(
     return results
 
 
-@app.command()
+@app.command(cls=Command)
 def compare(
     files: Annotated[list[Path], typer.Argument(help="JSON lines of `run`; the first server is the baseline.")],
     markdown: Annotated[bool, typer.Option(help="A table to paste into a document.")] = False,
