@@ -82,6 +82,13 @@ YARN_ROPE: Final[dict[str, Any]] = {
 }
 LINEAR_ROPE: Final[dict[str, Any]] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
+MOE: Final[dict[str, Any]] = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "sliding_window": 32,
+}
+
 # Patterns over the names that transformers 5 writes.
 PUBLISHED_NAMES: Final = ((r"^vision_tower\.", "vision_tower.vision_model."),)
 NESTED_NAMES: Final = (
@@ -116,6 +123,33 @@ TEXT_RECIPES: Final[dict[str, Recipe]] = {
         },
     ),
     "gemma3_text": Recipe("Gemma3ForCausalLM", GEMMA_TEXT | {"tie_word_embeddings": False}),
+    "mixtral": Recipe("MixtralForCausalLM", {"num_local_experts": 5, "intermediate_size": 40, "sliding_window": 32}),
+    "qwen2_moe": Recipe(
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe": Recipe(
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen2_moe_windows": Recipe(
+        "Qwen2MoeForCausalLM",
+        MOE | {"shared_expert_intermediate_size": 24, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "qwen3_moe_windows": Recipe("Qwen3MoeForCausalLM", MOE | {"use_sliding_window": True}),
     "mistral": Recipe("MistralForCausalLM", {"sliding_window": 32}),
     "mistral_one_layer": Recipe("MistralForCausalLM", {"sliding_window": 32, "num_hidden_layers": 1}),
     "mistral_window_null": Recipe("MistralForCausalLM", {"sliding_window": None}),
@@ -184,7 +218,7 @@ def write_checkpoint(
 def _write_vision_checkpoint(name: str, folder: Path, layout: Layout) -> Path:
     recipe = FAMILY_RECIPES[name]
     model, processor = recipe.build(TINY_TEXT)
-    _randomise(model.eval())
+    randomise(model.eval())
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, pad_token_id=0, eos_token_id=2)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -207,7 +241,7 @@ def _build_model(recipe: Recipe, vocab_size: int) -> Any:
     else:
         config, model_class = _llava_config(recipe, text_config), transformers.LlavaForConditionalGeneration
     model = model_class(config).eval()
-    _randomise(model)
+    randomise(model)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=0, pad_token_id=0, eos_token_id=recipe.eos_token_ids
     )
@@ -242,7 +276,7 @@ def _num_image_tokens(recipe: Recipe) -> int:
     return num_patches + int(class_token_kept)
 
 
-def _randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module) -> None:
     """Random weights everywhere: transformers leaves norms at one and biases at zero, which would hide mistakes."""
     generator = torch.Generator().manual_seed(1234)
     with torch.no_grad():

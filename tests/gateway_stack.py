@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -82,6 +84,20 @@ def running_stack(
         running = Stack(stack.enter_context(serve(app)), engines, encoders)
         stack.callback(running.http.close)
         yield running
+
+
+@contextmanager
+def hung_up(stack: Stack, body: dict[str, Any], path: str = "/v1/chat/completions") -> Iterator[Any]:
+    """A request over a bare socket; yields a function that closes it."""
+    raw = httpx.Request("POST", stack.url + path, json=body)
+    address = urlsplit(stack.url)
+    connection = socket.create_connection((address.hostname, address.port))
+    head = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in raw.headers.items())]
+    connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + raw.read())
+    try:
+        yield connection.close
+    finally:
+        connection.close()
 
 
 def data_url(image: bytes, media_type: str = "image/png") -> str:

@@ -20,11 +20,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.errors import DiptychError, EmbeddingNotFound, NotReady, UnsupportedImageFormat
 from shared.http_errors import error_response, install_error_handlers, wire_error
+from shared.reasoning import ReasoningFormat
 from shared.wire import (
     IMAGE_KEY_HEADER,
     NDJSON,
@@ -125,6 +126,8 @@ class EngineScript:
     cut_after    the connection breaks after so many tokens
     lose_images  how many requests with images find their embeddings gone
     text_only    serve a model that takes no images
+    reasoning    how the model marks its reasoning; is_reasoning_open: the prompt has opened it
+    published    fields that take the place of its own, or join them, in what it says about itself
     """
 
     tokens: list[str] = field(default_factory=lambda: list(WORDS))
@@ -137,6 +140,9 @@ class EngineScript:
     cut_after: int | None = None
     lose_images: int = 0
     text_only: bool = False
+    reasoning: ReasoningFormat | None = None
+    is_reasoning_open: bool = False
+    published: dict[str, object] = field(default_factory=dict)
 
 
 class ScriptedEngine:
@@ -169,7 +175,8 @@ class ScriptedEngine:
 
         @app.get("/v1/model")
         async def model() -> Response:
-            return Response(self._info().model_dump_json(), media_type="application/json")
+            info = self._info().model_dump(mode="json") | self.script.published
+            return JSONResponse(info)
 
         @app.get("/ready")
         async def ready() -> Response:
@@ -187,6 +194,7 @@ class ScriptedEngine:
             num_kv_blocks=100,
             block_size=16,
             supports_images=not self.script.text_only,
+            reasoning_format=self.script.reasoning,
             created=1_700_000_000,
         )
 
@@ -208,7 +216,11 @@ class ScriptedEngine:
         self.num_running += 1
         try:
             num_prompt_tokens, num_image_tokens = count_tokens(request.messages, request.prompt)
-            yield Started(num_prompt_tokens=num_prompt_tokens, num_image_tokens=num_image_tokens)
+            yield Started(
+                num_prompt_tokens=num_prompt_tokens,
+                num_image_tokens=num_image_tokens,
+                is_reasoning_open=script.is_reasoning_open,
+            )
             await asyncio.sleep(script.first_token_delay_s)
             num_generated = 0
             for event in _answer(request, script.tokens):

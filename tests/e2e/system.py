@@ -387,9 +387,13 @@ def _openai_part(part: str | bytes) -> dict[str, Any]:
 
 @contextmanager
 def running_system(
-    model: Path, folder: Path, *, num_encoders: int = 1, num_engines: int = 1, **settings: str
+    model: Path, folder: Path, *, name: str = MODEL, num_encoders: int = 1, num_engines: int = 1, **settings: str
 ) -> Iterator[System]:
-    """All services, ready. `settings` are environment variables, e.g. DIPTYCH_ENGINE_MAX_NUM_SEQS="4"."""
+    """All services, ready.
+
+    name       what clients call the model
+    settings   environment variables, e.g. DIPTYCH_ENGINE_MAX_NUM_SEQS="4"
+    """
     cache_port, gateway_port, *ports = free_ports(2 + num_encoders + num_engines)
     cache = Cache(cache_port)
     env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")} | {
@@ -403,7 +407,7 @@ def running_system(
         "DIPTYCH_GATEWAY_PROBE_INTERVAL_S": "0.2",
         **settings,
     }
-    served = f"--served-model-name={MODEL}"
+    served = f"--served-model-name={name}"
     encoders = [
         Service(f"encoder-{i}", ["vision-encoder", str(model), served], port, env, folder)
         for i, port in enumerate(ports[:num_encoders])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from services.gateway.answer_schema import Timeline
 from shared.errors import ContextTooLong, RateLimited, UpstreamFailed
 from tests.gateway_stack import HELLO, Stack, assert_openai_error, data_url, question, running_stack
 from tests.scripted import IMAGE_TOKENS, WORDS, EngineScript, png
@@ -86,6 +89,44 @@ def test_usage_tells_image_and_cached_tokens_and_the_time_of_every_stage(stack: 
     for stage in ("fetch", "queue", "transfer", "prefill", "decode_tokens"):
         assert stage in usage["timings"]
         assert f"{stage};dur=" in answer.headers["server-timing"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_outruns_the_encoder_waits_for_its_last_word(stack: Stack, stream: bool):
+    stack.encoder.script.encode_delay_s = 0.03
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = stack.ask(data_url(png(77 + stream)), **options)
+    body = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: ")) if stream else answer.json()
+    assert {"decode", "preprocess", "encode"} <= body["usage"]["timings"].keys()
+
+
+def test_no_answer_tells_a_key_what_another_has_sent():
+    with running_stack(api_keys=("ann:sk-a", "bob:sk-b"), salt_cache_by_key=True) as stack:
+        stories = []
+        for key in ("sk-a", "sk-b"):
+            body = {"messages": question(data_url(png(3)))}
+            answer = stack.http.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+            stories.append(Timeline.model_validate(answer.json()["usage"]["timeline"]))
+        assert stack.num_encodes() == 1, "the embedding is shared all the same"
+        assert stories[0].images == stories[1].images
+        assert [(image.admitted_by, image.embedding_from) for image in stories[1].images] == [(None, None)]
+        assert all(span.source is None for story in stories for span in story.spans)
+
+
+def test_a_timeline_tells_who_knew_a_picture_and_where_each_stage_was(stack: Stack):
+    first = Timeline.model_validate(stack.ask(data_url(png(3))).json()["usage"]["timeline"])
+    again = Timeline.model_validate(stack.ask(data_url(png(3)), data_url(png(4))).json()["usage"]["timeline"])
+    assert [image.admitted_by for image in first.images] == ["vision_encoder"]
+    assert [image.admitted_by for image in again.images] == ["gateway", "vision_encoder"]
+    assert [span.image for span in again.spans if span.stage == "fetch"] == [0, 1]
+    [admit] = [span for span in again.spans if span.stage == "admit"]
+    assert (admit.image, admit.where) == (1, "vision_encoder-1")
+    for story in (first, again):
+        assert all(0 <= span.start_ms <= span.start_ms + span.duration_ms <= story.total_ms for span in story.spans)
+        assert story.spans == sorted(story.spans, key=lambda span: span.start_ms)
+        assert 0 < (story.first_token_ms or 0) <= story.total_ms
+    text = stack.chat().json()["usage"]["timeline"]
+    assert (text["images"], [span["stage"] for span in text["spans"]]) == ([], ["receive"])
 
 
 def test_the_request_id_comes_back(stack: Stack):
@@ -173,7 +214,8 @@ def test_system_and_assistant_content_may_be_lists_of_parts(stack: Stack):
     assert sent is not None
     assert [part.text for part in sent[0].content] == ["Be terse.", "Use bullets."]  # type: ignore[union-attr]
     one, string = ([{"role": "system", "content": content}, *HELLO] for content in ([parts[0]], "Be terse."))
-    assert stack.chat(one).json()["usage"] == stack.chat(string).json()["usage"]
+    used, also_used = (stack.chat(messages).json()["usage"] for messages in (one, string))
+    assert used["prompt_tokens"] == also_used["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -434,14 +476,31 @@ def test_the_chat_page_needs_nothing_from_elsewhere(stack: Stack):
     page = stack.http.get("/")
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    for path in ("/web/app.js", "/web/style.css"):
+    assert "unsafe" not in page.headers["content-security-policy"]
+    paths = re.findall(r'(?:src|href)="(/web/[^"]+)"', page.text)
+    assert {Path(path).suffix for path in paths} == {".css", ".js", ".svg"}
+    assert not re.search(r'(?:src|href)="(?:https?:)?//|<style|<script>| style=| on[a-z]+=', page.text)
+    for path in paths:
         assert stack.http.get(path).status_code == 200
-        assert path in page.text
-    for text in (page.text, stack.http.get("/web/app.js").text, stack.http.get("/web/style.css").text):
-        assert "http://" not in text
-        assert "https://" not in text
-    assert_openai_error(stack.http.get("/web/index.html"), 404)
-    assert_openai_error(stack.http.get("/web/..%2fapp"), 404)
+    for hidden in ("/web/index.html", "/web/..%2fapp", "/web/chat", "/web/chat/"):
+        assert_openai_error(stack.http.get(hidden), 404)
+
+
+def test_a_browser_that_has_a_file_is_not_sent_it_again(stack: Stack):
+    for path, media_type in (
+        ("/", "text/html; charset=utf-8"),
+        ("/web/base.css", "text/css; charset=utf-8"),
+        ("/web/chat/main.js", "text/javascript; charset=utf-8"),
+        ("/web/icon.svg", "image/svg+xml"),
+    ):
+        first = stack.http.get(path)
+        assert first.headers["content-type"] == media_type
+        assert first.headers["x-content-type-options"] == "nosniff"
+        known = {"If-None-Match": f'"something-else", W/{first.headers["etag"]}'}
+        again = stack.http.get(path, headers=known)
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == first.headers["etag"]
+        assert stack.http.get(path, headers={"If-None-Match": '"old"'}).content == first.content
 
 
 def test_samples_are_an_empty_list_without_a_folder(stack: Stack):

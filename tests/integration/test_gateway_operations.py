@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -36,12 +34,13 @@ from tests.gateway_stack import (
     assert_openai_error,
     data_url,
     eventually,
+    hung_up,
     question,
     running_stack,
 )
 from tests.picture_server import PictureServer, serving
 from tests.ports import free_port, refusing_port
-from tests.scripted import IMAGE_TOKENS, EncoderScript, EngineScript, ScriptedEncoder, ScriptedEngine, png, serve
+from tests.scripted import IMAGE_TOKENS, WORDS, EncoderScript, EngineScript, ScriptedEncoder, ScriptedEngine, png, serve
 
 # Redis's own client leaves sockets of a dead server to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -185,6 +184,25 @@ def test_an_engine_that_fails_before_its_first_token_is_replaced_once(stack: Sta
     assert stack.engines[0].requests, "affinity sent none of the questions to the failing engine"
     retried = [request.request_id for request in stack.engines[1].requests if "-retry" in request.request_id]
     assert len(retried) == len(stack.engines[0].requests)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/responses", {"input": "hi there", "store": False})],
+)
+def test_a_whole_answer_that_breaks_in_the_middle_is_asked_for_once_more(stack: Stack, path: str, body: dict[str, Any]):
+    """Nobody has seen any of it. A stream's reader has: see `test_an_engine_that_breaks_midway…`."""
+    before = EngineScript(cut_after=5, token_delay_s=0.05)
+    for engine in stack.engines:
+        engine.script = before
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(stack.http.post, path, json=body)
+        eventually(lambda: num_running(stack) == 1)
+        for engine in stack.engines:
+            engine.script = EngineScript()  # for requests that begin from now on
+        assert answer.result().status_code == 200, answer.result().text
+    assert " ".join(WORDS) in answer.result().text
+    assert sum(len(engine.requests) for engine in stack.engines) == 2
 
 
 def test_engines_and_encoders_that_take_nothing_are_passed_over_until_one_does():
@@ -356,6 +374,7 @@ def test_refusals_of_a_busy_encoder_are_passed_on(small_stack: Stack):
 
 
 def test_a_roll_out_of_encoders_never_mixes_versions():
+    """Case E7: old and new ones live at once behind one name."""
     with running_stack(num_encoders=2) as stack:
         old, new = stack.encoders
         assert stack.ask(data_url(png(69))).status_code == 200
@@ -657,17 +676,3 @@ def _answers(http: httpx.Client) -> bool:
         return http.get("/ready").status_code == 200
     except httpx.TransportError:
         return False
-
-
-@contextmanager
-def hung_up(stack: Stack, body: dict[str, Any], path: str = "/v1/chat/completions") -> Iterator[Any]:
-    """A request over a bare socket; yields a function that closes it."""
-    raw = httpx.Request("POST", stack.url + path, json=body)
-    address = urlsplit(stack.url)
-    connection = socket.create_connection((address.hostname, address.port))
-    head = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in raw.headers.items())]
-    connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + raw.read())
-    try:
-        yield connection.close
-    finally:
-        connection.close()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 from PIL import Image
 
@@ -54,11 +55,19 @@ class Serving:
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        with Client(self.url) as client:
-            while not client.is_ready():
+        with httpx.Client(base_url=self.url, trust_env=False) as client:
+            while not all_ready(client):  # the gateway itself is ready as soon as an engine is
                 assert self.process.poll() is None, self.log.read_text()
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.1)
+
+
+def all_ready(client: httpx.Client) -> bool:
+    try:
+        state = client.get("/ready").json()
+    except httpx.TransportError:
+        return False
+    return bool(state["text_engines"]["ready"] and state["vision_encoders"]["ready"])
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +116,22 @@ def is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def test_panels_refuse_whoever_is_not_of_this_system_and_no_argument_shows_the_token(serving: Serving) -> None:
+    children = [words for pid in serving.descendants() if (words := words_of(pid))[-1:] and "diptych" in words]
+    panels = [words for words in children if "vision-encoder" in words or "text-engine" in words]
+    ports = {word.removeprefix("--port=") for words in panels for word in words if word.startswith("--port=")}
+    assert len(ports) == 2
+    for port in ports:
+        for path, status in (("/health", 200), ("/v1/state", 401), ("/v1/embeddings/" + "0" * 64, 401)):
+            assert httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).status_code == status
+    [gateway] = [pid for pid in serving.descendants() if "gateway" in words_of(pid)]
+    variables = dict(line.split("=", 1) for line in Path(f"/proc/{gateway}/environ").read_text().split("\0") if line)
+    token = variables["DIPTYCH_SERVICE_TOKEN"]
+    assert len(token) >= 32
+    assert all(token not in word for words in children for word in words)
+    assert token not in serving.log.read_text()
 
 
 def test_it_answers_survives_the_death_of_a_panel_and_leaves_nothing_behind(serving: Serving, tmp_path: Path) -> None:

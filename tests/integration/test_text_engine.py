@@ -312,11 +312,12 @@ def test_the_model_is_described(text_engine: Served):
 
 def test_a_prompt_longer_than_the_context_is_refused_at_once_with_both_numbers(text_engine: Served):
     """Case B21."""
-    since = time.monotonic()
+    eventually(text_engine.is_idle)
+    before = text_engine.engine.num_steps
     error = assert_openai_error(
         text_engine.post(text_engine.body([5] * (CONTEXT + 1000), **GREEDY)), 400, "context_length_exceeded"
     )
-    assert time.monotonic() - since < 1
+    assert text_engine.engine.num_steps == before, "nothing is computed for it"
     assert error["type"] == "invalid_request_error"
     assert "1512" in error["message"]
     assert "512 tokens" in error["message"]
@@ -330,22 +331,33 @@ def test_a_prompt_longer_than_the_context_is_refused_at_once_with_both_numbers(t
         (CONTEXT - 1, None, 1),
         (CONTEXT - 1, 1, 1),
         (500, 12, 12),
-        (500, 13, 12),
+        (500, 13, None),
         (500, None, 12),
-        (500, 2147483647, 12),
-        (500, 10**18, 12),
+        (500, 2147483647, None),
+        (500, 10**18, None),
     ],
 )
 def test_the_context_is_filled_to_its_last_token(
     text_engine: Served, num_prompt_tokens: int, max_tokens: int | None, num_generated: int | None
 ):
-    """Cases B22, D19: what is asked beyond the context is cut to it, and said with "length"."""
+    """Cases B22, D19: what is asked beyond the context is refused; what is not asked for is cut to it."""
     prompt = [7 + i % 200 for i in range(num_prompt_tokens)]
     if num_generated is None:
-        assert text_engine.refusal(prompt)["code"] == "context_length_exceeded"
+        assert text_engine.refusal(prompt, max_tokens=max_tokens)["code"] == "context_length_exceeded"
         return
     events = text_engine.generate(prompt, max_tokens=max_tokens)
     assert (len(events.token_ids), events.finish_reason) == (num_generated, "length")
+
+
+def test_an_answer_that_cannot_fit_is_refused_with_every_number_and_the_remedy(text_engine: Served):
+    """Case B22."""
+    error = text_engine.refusal([5] * 500, max_tokens=13)
+    assert error["param"] == "max_tokens"
+    assert all(number in error["message"] for number in ("13", "500 tokens", "512 tokens", "at most 12"))
+    body = text_engine.body([5] * 500, max_tokens=13, ignore_eos=True) | {"cuts_to_context": True}
+    answer = text_engine.post(body)
+    assert answer.status_code == 200, answer.text
+    assert Events(lines_in(answer)).finish_reason == "length"
 
 
 BAD_SAMPLING = [
@@ -662,11 +674,8 @@ def test_while_the_model_loads_every_request_is_told_when_to_come_back(
         assert served.http.post("/v1/abort", json={"request_id": "x"}).status_code == 200
         may_load.set()
         eventually(lambda: served.http.get("/ready").status_code == 200, within_s=20)
-        first = time.monotonic()
+        assert served.engine.num_steps > 0, "it is warm: no request waits for what only the first one needs"
         served.assert_serves()
-        second = time.monotonic()
-        served.assert_serves()
-        assert second - first < max(3 * (time.monotonic() - second), 0.5)
 
 
 def test_a_model_that_cannot_be_loaded_is_said_and_never_ready(tmp_path: Path):
@@ -688,11 +697,10 @@ def test_a_hung_step_turns_readiness_off_and_on_again(text_engine: Served):
             answer = pool.submit(text_engine.generate)
             assert gate.entered.wait(5)
             eventually(lambda: text_engine.http.get("/ready").status_code == 503, within_s=2)
-            since = time.monotonic()
             assert "step" in assert_openai_error(text_engine.http.get("/ready"), 503, "not_ready")["message"]
-            assert time.monotonic() - since < 1
             assert_openai_error(text_engine.post(text_engine.body()), 503, "not_ready")
             assert text_engine.http.get("/health").status_code == 200
+            assert not gate.opened.is_set(), "all this was said while the step hung"
         assert len(answer.result().token_ids) == 12
     assert text_engine.http.get("/ready").status_code == 200
 
@@ -714,6 +722,27 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_lives_on(text_engi
     assert "secret" not in error["message"]
     assert text_engine.http.get("/ready").status_code == 200
     text_engine.assert_serves()
+
+
+def test_a_request_that_cannot_be_queued_fails_alone(text_engine: Served, monkeypatch: pytest.MonkeyPatch):
+    """Somebody else's code, a logits processor say, may raise whatever it likes at any time."""
+    processors = text_engine.engine.processors
+    asked = processors.for_request
+
+    def broken(*arguments: Any) -> Any:
+        if threading.current_thread().name == "engine":
+            raise RuntimeError("secret of the house")
+        return asked(*arguments)
+
+    with hung_up(text_engine, text_engine.body(**ENDLESS)):
+        eventually(lambda: text_engine.engine.num_requests == 1)
+        monkeypatch.setattr(processors, "for_request", broken)
+        error = text_engine.generate().error
+        monkeypatch.undo()
+        assert error["status"] == 500
+        assert "secret" not in error["message"]
+        assert text_engine.engine.num_requests == 1, "the other one goes on"
+        text_engine.assert_serves()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -1130,7 +1159,15 @@ def test_metrics_have_their_names_and_add_up(text_folder: Path):
         assert served.metric("prompt_tokens_total") == served.metric("prefix_cache_queries_total") == 4 * 64
         generated = [each["num_generated_tokens"] for each in finished]
         assert generated == [12, 12, 3, 1]
-        assert served.metric("generation_tokens_total") == sum(generated)
+        assert served.metric("request_generation_tokens_sum") == sum(generated)
+        assert served.metric("generation_tokens_total") >= sum(generated)  # with those that nobody waited for
+        assert served.metric("time_to_first_token_seconds_count") == 5
+        assert served.metric("inter_token_latency_seconds_count") == served.metric("generation_tokens_total") - 5
+        assert served.metric("request_failures_total", code="aborted") == 1
+        assert served.metric("iteration_tokens_total_count") == served.metric("step_seconds_count")
+        assert served.metric("iteration_tokens_total_sum") >= 64 + 3 * 16 + sum(generated) - 4
+        assert served.metric("gpu_cache_usage_perc") == served.metric("kv_cache_usage_perc") == 0.0
+        assert served.metric("gpu_prefix_cache_hits_total") == served.metric("prefix_cache_hits_total")
         cached = [each["num_cached_tokens"] for each in finished]
         assert cached == [0, 48, 48, 48]
         assert served.metric("prefix_cache_hits_total") == sum(cached)

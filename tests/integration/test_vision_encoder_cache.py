@@ -135,6 +135,7 @@ async def test_rows_may_be_stored_in_half_the_bytes_under_another_name(folder: P
 async def test_pictures_of_the_same_raw_bytes_and_other_shapes_have_other_keys_and_embeddings(
     folder: Path, valkey: ValkeyServer, redis: sync_redis.Redis
 ) -> None:
+    """Case E4."""
     raw = bytes(range(72))
     pictures = []
     for mode, size in [("RGB", (6, 4)), ("RGB", (4, 6)), ("L", (12, 6)), ("L", (6, 12))]:
@@ -156,6 +157,7 @@ async def test_pictures_of_the_same_raw_bytes_and_other_shapes_have_other_keys_a
 async def test_replicas_of_other_settings_share_a_redis_and_never_an_entry(
     folder: Path, checkpoint: CheckpointFactory, valkey: ValkeyServer, redis: sync_redis.Redis
 ) -> None:
+    """Cases E5, E7: all of them live at once; what changes no value changes no key."""
     url = valkey.connection_url
     buffer = io.BytesIO()
     Image.new("RGBA", (20, 20), (255, 0, 0, 60)).save(buffer, "PNG")

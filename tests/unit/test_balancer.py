@@ -16,10 +16,11 @@ from services.gateway.balancer import (
     Pool,
     Replica,
     by_rendezvous,
+    is_worth_another_replica,
     without_latest_failure,
 )
 from services.gateway.discovery import resolve_replicas
-from shared.errors import EncodeFailed, InvalidRequest, NotReady, UpstreamFailed
+from shared.errors import EncodeFailed, InvalidRequest, NotReady, UpstreamFailed, UpstreamTooLong
 
 
 @dataclass
@@ -192,8 +193,10 @@ def test_what_is_wrong_with_a_request_does_not_count_against_the_replica():
     for _ in range(10):
         pool.note(pool.replicas[0], InvalidRequest("no such parameter"))
         pool.note(pool.replicas[0], EncodeFailed("not finite"))
+        pool.note(pool.replicas[0], UpstreamTooLong("a line without an end"))
         pool.note(pool.replicas[0], asyncio.CancelledError())
     assert len(pool.available()) == 2
+    assert not is_worth_another_replica(UpstreamTooLong("any other would say it, too"))
 
 
 def test_a_replica_that_is_not_ready_is_out_until_a_probe_says_otherwise():

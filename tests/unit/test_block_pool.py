@@ -221,3 +221,19 @@ def test_counts_references_and_least_recent_use_hold_under_any_operations(data: 
         assert all(pool.ref_count(block) == references[block] for block in range(num_blocks))
         assert pool.num_cached == len(cached)
         assert all(pool.lookup(name) == block for block, name in name_of.items())
+
+
+def test_after_forgetting_all_nothing_is_found_and_only_held_blocks_are_not_free():
+    pool = BlockPool(5)
+    cached_block(pool, b"a")
+    [held] = pool.allocate(1)
+    pool.publish(held, b"b")
+    pool.forget_all()
+    assert pool.lookup(b"a") is None
+    assert pool.lookup(b"b") is None
+    assert (pool.num_free, pool.num_cached, pool.num_referenced) == (4, 0, 1)
+    assert_counts_add_up(pool)
+    pool.publish(held, b"b")
+    pool.free([held])
+    assert pool.lookup(b"b") == held
+    assert sorted(pool.allocate(5)) == list(range(5))

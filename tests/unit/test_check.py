@@ -59,3 +59,30 @@ def test_a_missing_model_fails_the_check(capsys: pytest.CaptureFixture[str], mon
     printed = capsys.readouterr().out
     assert "neither a folder here nor a Hugging Face id" in printed
     assert "Diptych cannot run here yet." in printed
+
+
+def test_the_place_for_models_is_named_even_before_it_exists(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "not" / "yet"))
+    assert f"{tmp_path}/not/yet/hub, 0 there" in find("disk", model).found
+    (tmp_path / "not" / "yet" / "hub" / "models--a--b").mkdir(parents=True)
+    assert find("disk", model).found.endswith("1 there")
+
+
+def test_too_small_a_disk_is_a_warning(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ENOUGH_DISK_BYTES", 2**80)
+    assert find("disk", model).level == "warn"
+
+
+def test_traces_that_are_asked_for_need_their_packages(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    assert find("traces", model).found.startswith("off")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    assert find("traces", model).level == "ok"
+    monkeypatch.setattr(check, "_is_installed", lambda name: not name.startswith("opentelemetry"))
+    finding = find("traces", model)
+    assert finding.level == "fail"
+    assert "diptych[otel]" in finding.remedy

@@ -22,9 +22,10 @@ from diptych.errors import BadSetting
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
+from shared.settings import env_name
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("serve", "demo", "chat", "check", "gateway", "vision-encoder", "text-engine", "bench")
+COMMANDS = ("serve", "demo", "chat", "batch", "check", "gateway", "vision-encoder", "text-engine", "bench", "plan")
 SERVICES = {
     "gateway": GatewaySettings,
     "vision-encoder": VisionEncoderSettings,
@@ -87,6 +88,29 @@ def test_every_setting_of_a_service_is_an_option_of_its_command(
         assert name == "model" or re.search(rf"{options.flag(name)}\b", text), name
 
 
+PAGES = [[command] for command in COMMANDS] + [["bench", "run"], ["bench", "compare"], []]
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_help_fits_a_narrow_terminal_and_nothing_is_cut(run: Run, words: list[str]) -> None:
+    narrow, wide = (run(*words, "--help", COLUMNS=columns).stdout for columns in ("80", "400"))
+    assert all(len(line) <= 80 for line in narrow.splitlines())
+    flags = set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", wide))
+    assert flags
+    assert flags == set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", narrow))
+    assert "…" not in re.sub(r"A,B,…|\[IMAGE\]…", "", narrow)
+    if words and words != ["bench"]:  # pages in columns read differently at each width
+        assert narrow.split() == wide.split()
+
+
+@pytest.mark.parametrize("name", ["--url", "--server"])
+def test_a_server_has_the_same_two_names_everywhere(run: Run, name: str) -> None:
+    for words in (["chat"], ["bench", "run"]):
+        assert re.search(r"^ *--url, --server TEXT", run(*words, "--help").stdout, re.MULTILINE)
+    done = run("bench", "run", name, "http://127.0.0.1:9", "--workloads", "none")
+    assert (done.returncode, "none" in done.stderr) == (2, True)
+
+
 def test_the_version_is_the_distributions(run: Run) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert run("--version").stdout == f"diptych {version}\n"
@@ -101,6 +125,8 @@ def test_the_version_is_the_distributions(run: Run) -> None:
         (["serve", "--max-model-len", "long"], {}, "--max-model-len = 'long'"),
         (["gateway", "--text-engines", "ftp://engine"], {}, "--text-engines = 'ftp://engine'"),
         (["serve", "--cache-memory", "lots"], {}, "--cache-memory = 'lots'"),
+        (["serve", "--kv-cache-memory", "abc"], {}, "--kv-cache-memory = 'abc'"),
+        (["text-engine", "."], {"DIPTYCH_ENGINE_KV_CACHE_MEMORY": "2 pints"}, "DIPTYCH_ENGINE_KV_CACHE_MEMORY"),
         (["serve", "no-such-model"], {}, "model 'no-such-model' is neither a folder here"),
         (["serve", "--host", "192.0.2.1"], {}, "--host 192.0.2.1 is no address of this machine"),
         (["chat", "no-such.png", "What is it?"], {}, "there is no picture 'no-such.png'"),
@@ -167,8 +193,7 @@ def test_the_public_names_are_there() -> None:
 def known_variables() -> set[str]:
     """Every environment variable of ours."""
     front_door = {"DIPTYCH_DEMO_MODEL", "DIPTYCH_CACHE", "DIPTYCH_SERVER", "DIPTYCH_API_KEY"}
-    prefixes = {cls: str(cls.model_config["env_prefix"]) for cls in SERVICES.values()}
-    return front_door | {f"{prefix}{name}".upper() for cls, prefix in prefixes.items() for name in cls.model_fields}
+    return front_door | {env_name(cls, name) for cls in SERVICES.values() for name in cls.model_fields}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -37,6 +37,8 @@ class FakeFamily:
 
     preprocessing = CROP_8
     hidden_size = 3
+    low_detail = None
+    reads_several_in_low_detail = False
     outputs = (torch.ones(2, 3), torch.ones(1, 3), torch.ones(2, 4), torch.full((2, 3), float("inf")))
 
     def describe(self, width: int, height: int) -> ImageMetadata:
@@ -61,7 +63,7 @@ def prepared(which: int) -> PreparedImage:
 
 def test_wrong_row_counts_widths_and_infinities_fail_their_own_image_only() -> None:
     """Cases C16, D26."""
-    good, short, wide, infinite, also_good = Tower(FakeFamily(), EncoderMetrics())(
+    good, short, wide, infinite, also_good = Tower({"high": FakeFamily()}, EncoderMetrics())(
         [prepared(which) for which in (0, 1, 2, 3, 0)]
     )
     assert isinstance(short, EncodeFailed)

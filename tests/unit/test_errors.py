@@ -20,6 +20,7 @@ from shared.errors import (
     NotFound,
     Overloaded,
     RateLimited,
+    ServiceTokenRefused,
     UpstreamFailed,
     error_from_body,
 )
@@ -48,7 +49,13 @@ def test_an_error_has_the_openai_body(cls: type[DiptychError]):
     assert body == {"error": {"message": "what was wrong", "type": cls.type, "param": "messages", "code": cls.code}}
 
 
-@pytest.mark.parametrize("cls", ALL_ERRORS)
+def test_a_refused_service_token_is_our_own_fault_and_never_the_clients():
+    received = error_from_body(401, ServiceTokenRefused("this port is for Diptych's own services").to_body())
+    assert type(received) is UpstreamFailed
+    assert "DIPTYCH_SERVICE_TOKEN" in received.message
+
+
+@pytest.mark.parametrize("cls", [cls for cls in ALL_ERRORS if cls is not ServiceTokenRefused])
 def test_an_error_survives_the_hop_to_another_service(cls: type[DiptychError]):
     sent = cls("what was wrong", param="messages")
     received = error_from_body(cls.status, sent.to_body(), retry_after_s=3.0)

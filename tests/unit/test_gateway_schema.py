@@ -317,12 +317,10 @@ def test_top_logprobs_needs_logprobs():
     "fields",
     [
         {"functions": [{"name": "f"}]},
-        {"prompt_logprobs": 1},
         {"suffix": "."},
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "x"}},
         {"best_of": 3},
-        {"echo": True},
         {"chat_template": "{{x}}"},
     ],
 )

@@ -78,11 +78,25 @@ def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
         resolve(str(folder))
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+def test_a_file_other_than_gguf_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
     file.touch()
-    with pytest.raises(ModelUnavailable, match="is a file; give the folder"):
+    with pytest.raises(ModelUnavailable, match="is a file; give a GGUF file or the folder"):
         resolve(str(file))
+
+
+def test_a_damaged_gguf_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF or not")
+    with pytest.raises(ModelUnavailable, match=r"model\.gguf is damaged or no GGUF file"):
+        resolve(str(file))
+
+
+def test_of_a_folder_with_gguf_files_one_is_proposed(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").touch()
+    with pytest.raises(ModelUnavailable, match=r"name one as the model: .*tiny\.gguf"):
+        resolve(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["no-such-folder", "../up", "/not/here", "a/b/c", "spaces are/not allowed", ""])

@@ -8,7 +8,14 @@ import math
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.sampling import MAX_CHOICES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
+from shared.sampling import (
+    MAX_CHOICES,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -176,3 +183,14 @@ def test_anything_else_is_not_greedy(fields: dict[str, float]):
 @pytest.mark.parametrize("fields", [{"presence_penalty": 0.1}, {"frequency_penalty": -1}, {"repetition_penalty": 1.1}])
 def test_each_penalty_needs_the_token_counts(fields: dict[str, float]):
     assert SamplingParams(**fields).needs_token_counts
+
+
+@pytest.mark.parametrize("num_top", [0, 1, MAX_TOP_LOGPROBS])
+def test_a_prompt_may_have_so_many_log_probabilities_and_no_more(num_top: int):
+    params = SamplingParams(prompt_logprobs=num_top)
+    longest = MAX_PROMPT_LOGPROBS // (1 + num_top)
+    params.check_prompt_logprobs(longest)
+    with pytest.raises(InvalidRequest, match=str((longest + 1) * (1 + num_top))) as refused:
+        params.check_prompt_logprobs(longest + 1)
+    assert refused.value.param == "prompt_logprobs"
+    SamplingParams().check_prompt_logprobs(10 * longest)

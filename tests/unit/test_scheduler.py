@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
 
-from services.text_engine.core.batch import Batch, Logprobs, SampledToken
+from services.text_engine.core.batch import Batch, Logprobs, SampledToken, ScheduledSequence
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.block_pool import BlockPool
-from services.text_engine.core.scheduler import Scheduler, StepOutput
+from services.text_engine.core.scheduler import Drafter, Scheduler, StepOutput
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
 from services.text_engine.core.stopping import Finish
 from shared.sampling import SamplingParams
@@ -117,12 +118,22 @@ class KvRunner:
         for item in batch.scheduled:
             sequence = item.sequence
             key = self.keys[self.slot(sequence, item.start - 1)] if item.start else 0
-            for position in range(item.start, item.end):
-                key = hash((key, content(sequence, position)))
+            for position, token_id in zip(range(item.start, item.end), item.token_ids, strict=True):
+                is_draft = position >= sequence.num_tokens
+                key = hash((key, (0, token_id) if is_draft else content(sequence, position)))
                 self.keys[self.slot(sequence, position)] = key
             if item.samples:
-                sampled.append(SampledToken(next_word(self._read(sequence, item.end))))
+                sampled.append(self._sample(item))
         return sampled
+
+    def _sample(self, item: ScheduledSequence) -> SampledToken:
+        """The words after the last token and after each draft token, up to the first that is not the draft's."""
+        words: list[SampledToken] = []
+        for position, guess in enumerate((*item.draft_token_ids, None), start=item.sequence.num_tokens):
+            words.append(SampledToken(next_word(self._read(item.sequence, position))))
+            if words[-1].token_id != guess:
+                break
+        return replace(words[-1], accepted=tuple(words[:-1]))
 
     def _read(self, sequence: Sequence, end: int) -> list[int]:
         keys: list[int] = []
@@ -145,6 +156,7 @@ class Driver:
         caching: bool = True,
         eos_token_ids: frozenset[int] = frozenset({EOS}),
         max_prefill_tokens_while_decoding: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.images = images or Images()
         self.pool = BlockPool(num_blocks)
@@ -156,6 +168,7 @@ class Driver:
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=eos_token_ids,
             max_prefill_tokens_while_decoding=max_prefill_tokens_while_decoding,
+            drafter=drafter,
         )
         self.runner = KvRunner(num_blocks, block_size)
         self.finished: dict[str, Finish] = {}
@@ -234,7 +247,10 @@ def check_batch(driver: Driver, batch: Batch) -> None:
         assert sequence in driver.scheduler.running
         assert item.num_new_tokens > 0
         assert item.start == sequence.num_computed_tokens
-        assert item.end <= sequence.num_tokens
+        assert item.end <= sequence.num_tokens + len(item.draft_token_ids)
+        if item.draft_token_ids:
+            assert item.samples
+            assert item.end < sequence.max_total_tokens, "a guess at more than the answer may hold"
         assert item.end <= len(sequence.block_table) * driver.blocks.block_size, "a token has no slot"
         for position in range(item.start, item.end):
             block = sequence.block_table[position // driver.blocks.block_size]

@@ -12,13 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from services.text_engine.core.batch import SampledToken
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
+from tests.unit.guesser import Guesser
 from tests.unit.test_scheduler import CAT, PIZZA, Driver, answer_alone, check_at_rest, make_sequence
 
 IMAGES = [CAT, PIZZA]
 
 
 class AnyTraffic(RuleBasedStateMachine):
-    """Requests come, go, share prefixes and wait for images in any order, on an engine of any size.
+    """Requests come, go, share prefixes and wait for images in any order, on an engine of any size, with guesses or
+    without.
 
     The driver checks its invariants around every step; at the end every request that nobody ended must finish within a
     bounded number of steps, with the tokens it would have had alone.
@@ -31,6 +33,7 @@ class AnyTraffic(RuleBasedStateMachine):
         extra_budget=st.integers(0, 20),
         max_prefill=st.sampled_from([None, 1, 3, 8]),
         caching=st.booleans(),
+        num_right=st.sampled_from([None, None, 0, 1, 3]),
     )
     def start_engine(
         self,
@@ -40,6 +43,7 @@ class AnyTraffic(RuleBasedStateMachine):
         extra_budget: int,
         max_prefill: int | None,
         caching: bool,
+        num_right: int | None,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -48,6 +52,7 @@ class AnyTraffic(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_prefill_tokens_while_decoding=max_prefill,
             caching=caching,
+            drafter=None if num_right is None else Guesser(num_right),
         )
         self.driver.rewrite = self.break_rows
         self.sequences: list[Sequence] = []

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from bench.simulate import main
-from bench.simulator.cluster import simulate
-from bench.simulator.costs import PRESETS
-from bench.simulator.report import figures
-from bench.simulator.trace import MIXES, Conversation, Turn, bursty, make_trace, poisson
-from bench.simulator.world import Result, Settings
+from diptych.simulator.cluster import simulate
+from diptych.simulator.costs import PRESETS
+from diptych.simulator.report import figures
+from diptych.simulator.trace import MIXES, Conversation, Turn, bursty, make_trace, poisson
+from diptych.simulator.world import Result, Settings
 
 CPU = PRESETS["cpu"]
 
@@ -56,7 +56,7 @@ def test_a_request_alone_takes_what_the_cost_model_says():
 
 
 def test_a_picture_costs_its_encode_and_its_fetch_once():
-    turn = Turn(0, 20, 2, image=7)
+    turn = Turn(0, 20, 2, images=(7,))
     result = simulate(CPU, Settings(), one_by_one(turn, turn))
     assert result.num_encodes == 1
     assert result.num_images == 2

@@ -1,0 +1,159 @@
+"""Plans: more traffic never takes fewer replicas, the simulated cluster keeps its targets, costs are found again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych import cli
+from diptych.errors import BadSetting, CommandFailed
+from diptych.planner.fit import Timed, fit_step, non_negative
+from diptych.planner.hardware import load
+from diptych.planner.measure import measure
+from diptych.planner.plan import Plan, Planner
+from diptych.planner.traffic import Target, Traffic
+from diptych.simulator.costs import PRESETS
+from tests.checkpoints import write_checkpoint
+from tests.real_stack import real_stack
+
+CPU = load("cpu")
+TARGET = Target(ttft_s=1.0, gap_s=0.2)
+CHAT = Traffic(requests_per_s=3.0, prompt_tokens=120, output_tokens=20, pictures=0.3, new_pictures=0.5)
+
+
+def planned(traffic: Traffic, target: Target = TARGET) -> Plan:
+    return Planner(CPU, target).plan(traffic)
+
+
+def test_more_traffic_never_takes_fewer_replicas_and_every_plan_keeps_its_targets():
+    planner = Planner(CPU, TARGET)
+    plans = [planner.plan(replace(CHAT, requests_per_s=rate)) for rate in (0.7, 3.0, 17.0, 41.0, 97.0)]
+    for plan in plans:
+        assert planner.keeps(plan.figures)
+        assert plan.figures["num_refused"] == 0
+    for less, more in itertools.pairwise(plans):
+        assert all(a <= b for a, b in zip(less.replicas, more.replicas, strict=True))
+    assert plans[-1].engines > 3 * plans[0].engines
+
+
+def test_more_pictures_take_encoders_and_longer_answers_take_engines():
+    base = replace(CHAT, requests_per_s=30.0)
+    usual = planned(base)
+    assert planned(replace(base, pictures=1.0, new_pictures=1.0)).encoders > usual.encoders
+    longer = planned(replace(base, output_tokens=60))
+    assert (longer.encoders, longer.engines > usual.engines) == (usual.encoders, True)
+
+
+def test_text_alone_needs_no_encoder():
+    plan = planned(replace(CHAT, pictures=0.0))
+    assert (plan.encoders, plan.redis_bytes) == (0, 0)
+
+
+def test_redis_is_as_large_as_the_new_pictures_of_the_time_that_it_should_remember():
+    plan = Planner(CPU, TARGET).plan(CHAT, keep_pictures_s=100.0)
+    assert plan.redis_bytes == pytest.approx(3.0 * 0.3 * 0.5 * 100 * 196 * 576 * 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        (Target(ttft_s=0.01, gap_s=0.2), "no number of replicas gives a first token within 0.01 s"),
+        (Target(ttft_s=1.0, gap_s=0.005), "no number of replicas keeps gaps within 5 ms"),
+    ],
+)
+def test_what_no_number_of_replicas_can_keep_is_said_with_what_a_request_takes_alone(target: Target, complaint: str):
+    with pytest.raises(CommandFailed, match=complaint):
+        planned(CHAT, target)
+
+
+def test_a_request_longer_than_the_context_is_refused_with_both_numbers():
+    with pytest.raises(CommandFailed, match=r"has 3\d{3} tokens .* takes 2048"):
+        planned(replace(CHAT, prompt_tokens=3000))
+
+
+def test_another_rate_gives_the_same_requests_closer_together():
+    slow, fast = (
+        list(replace(CHAT, requests_per_s=rate).trace(num_requests=50, image_tokens=196, max_model_len=2048))
+        for rate in (1.0, 10.0)
+    )
+    assert [c.turns for c in slow] == [c.turns for c in fast]
+    assert [c.arrival_s for c in fast] == pytest.approx([c.arrival_s / 10 for c in slow])
+
+
+def test_costs_are_found_again_in_the_times_that_they_make():
+    cpu = PRESETS["cpu"]
+    timed = [
+        Timed(
+            seconds=cpu.step_s + n * cpu.prompt_token_s + n * (n // 2) * cpu.attention_pair_s,
+            num_steps=1,
+            num_prompt_tokens=n,
+            num_pairs=n * (n // 2),
+        )
+        for n in (32, 128, 256, 512)
+    ]
+    timed += [
+        Timed(seconds=cpu.decode_step_s(n, c), num_steps=1, num_sequences=n, num_context_tokens=n * c)
+        for n, c in ((1, 32), (4, 32), (16, 32), (8, 256), (4, 768))
+    ]
+    for name, found in fit_step(timed).items():
+        assert found == pytest.approx(getattr(cpu, name), rel=0.02), name
+
+
+@given(st.lists(st.lists(st.floats(0, 10), min_size=3, max_size=3), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_no_cost_is_ever_negative_and_none_fits_worse_than_nothing(rows: list[list[float]]):
+    found = non_negative(rows, [1.0] * len(rows))
+    assert all(value >= 0 for value in found)
+    misses = sum((sum(a * x for a, x in zip(row, found, strict=True)) - 1) ** 2 for row in rows)
+    assert misses <= len(rows) + 1e-6
+
+
+def test_hardware_comes_back_from_its_file_and_a_wrong_file_is_named(tmp_path: Path):
+    CPU.save(tmp_path / "costs.json")
+    assert load(str(tmp_path / "costs.json")) == CPU
+    (tmp_path / "wrong.json").write_text('{"name": "x"}')
+    for name in ("wrong.json", "none.json"):
+        with pytest.raises(BadSetting, match="neither one of cpu, h100 nor a file"):
+            load(str(tmp_path / name))
+
+
+def test_a_running_engine_can_be_measured(tmp_path: Path):
+    with real_stack(write_checkpoint("llama", tmp_path), engine={"max_model_len": 256}) as stack:
+        found = asyncio.run(measure(stack.engine_urls[0], None))
+    assert found.costs.max_model_len == 256
+    assert found.costs.step_s > 0
+    assert found.costs.num_blocks > 0
+    assert found.memory.kv_token_bytes is not None
+    assert found.kv_bytes is not None
+    assert found.kv_bytes <= 8 * 2**20
+
+
+def test_an_address_where_nothing_listens_is_named(tmp_path: Path):
+    with pytest.raises(CommandFailed, match="is no such service"):
+        asyncio.run(measure("http://127.0.0.1:9", None))
+
+
+def test_the_command_prints_a_plan_and_the_same_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words = ["diptych", "plan", "--requests-per-s", "5", "--output-tokens", "10", "--pictures", "0.5"]
+    outputs = []
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        outputs.append(capsys.readouterr().out)
+    text, found = outputs[0], json.loads(outputs[1])
+    replicas = found["replicas"]
+    assert f"--scale vision_encoder={replicas['vision_encoder']} --scale text_engine={replicas['text_engine']}" in text
+    assert found["simulated"]["ttft_p95_s"] <= found["target"]["ttft_s"]
+    assert all(f"* {assumption}" in text for assumption in found["assumptions"])
