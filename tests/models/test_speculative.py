@@ -21,6 +21,7 @@ from services.text_engine.core.speculation import DraftCounts, PromptLookupDraft
 from services.text_engine.metrics import EngineMetrics
 from services.text_engine.runner.acceptance import sample_and_accept
 from services.text_engine.runner.sampler import Sampler
+from services.text_engine.runner.step_costs import measure_step_costs
 from shared.sampling import Constraint, SamplingParams
 from tests.conftest import CheckpointFactory
 from tests.engines import Answer, EngineDriver
@@ -416,3 +417,10 @@ def test_speculation_is_built_from_the_settings(checkpoint: CheckpointFactory):
     assert drafter.num_speculative_tokens == 3
     assert 0 < drafter.costs.seconds(1) <= drafter.costs.seconds(64)
     assert EngineDriver(checkpoint("llama"), speculative="off").engine.scheduler.drafter is None
+
+
+@pytest.mark.parametrize("recipe", ["llama", "qwen2_5_vl"])
+def test_what_steps_cost_is_measured_whatever_positions_a_model_has(checkpoint: CheckpointFactory, recipe: str) -> None:
+    driver = EngineDriver(checkpoint(recipe))
+    costs = measure_step_costs(driver.engine.runner, block_size=16, max_num_tokens=40)
+    assert 0 < costs.seconds(1) <= costs.seconds(32) <= costs.seconds(1000)

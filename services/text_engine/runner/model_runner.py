@@ -45,7 +45,7 @@ class ModelRunner:
         self._embeddings = embeddings
         self._allocate_kv_caches = allocate_kv_caches
         self._block_size = block_size
-        self._has_grid_positions = has_grid_positions
+        self.has_grid_positions = has_grid_positions
         self._merge_rows = merge_rows
         self._workers = workers
         self._host_tier = host_tier
@@ -55,7 +55,7 @@ class ModelRunner:
         """One forward pass over the ragged batch; a token for each sequence that reached its end, in batch order."""
         if batch.copies and self._host_tier is not None:
             self._forward_pass.copy_blocks(batch.copies, self._host_tier)
-        arrays = build_batch_arrays(batch, self._block_size, has_grid_positions=self._has_grid_positions)
+        arrays = build_batch_arrays(batch, self._block_size, has_grid_positions=self.has_grid_positions)
         if self._workers is None:
             return self._sample(batch, self._forward(batch, arrays))
         with self._workers.watched():

@@ -35,7 +35,7 @@ def _measure(runner: ModelRunner, block_size: int, max_num_tokens: int) -> Itera
         fastest = float("inf")
         for _ in range(NUM_RUNS):
             started = time.perf_counter()
-            runner.run_for_nobody(_one_row(num_tokens, block_size))
+            runner.run_for_nobody(_one_row(num_tokens, block_size, has_grid_positions=runner.has_grid_positions))
             fastest = min(fastest, time.perf_counter() - started)
             if time.perf_counter() > deadline:
                 break
@@ -45,13 +45,13 @@ def _measure(runner: ModelRunner, block_size: int, max_num_tokens: int) -> Itera
         num_tokens, half_of_it = 2 * num_tokens, fastest
 
 
-def _one_row(num_tokens: int, block_size: int) -> BatchArrays:
+def _one_row(num_tokens: int, block_size: int, *, has_grid_positions: bool) -> BatchArrays:
     """One sequence's first tokens, all to be sampled; whatever the cache's first block holds is read."""
-    positions = np.arange(num_tokens, dtype=np.int64)
+    rows = np.arange(num_tokens, dtype=np.int64)
     return BatchArrays(
         token_ids=np.zeros(num_tokens, dtype=np.int64),
-        positions=positions,
-        sampling_rows=positions,
+        positions=np.tile(rows, (3, 1)) if has_grid_positions else rows,
+        sampling_rows=rows,
         cu_seqlens_q=np.array([0, num_tokens], dtype=np.int32),
         seq_lens=np.array([num_tokens], dtype=np.int32),
         block_tables=np.zeros((1, -(-num_tokens // block_size)), dtype=np.int32),
