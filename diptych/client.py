@@ -52,12 +52,12 @@ class Client:
     """Asks a running server: `with Client() as client: client.ask("What is in the picture?", ["cat.png"]).text`."""
 
     def __init__(self, base_url: str = "http://127.0.0.1:8000", *, api_key: str | None = None) -> None:
+        """base_url   with or without the /v1 that OpenAI's clients want, and the http:// that people leave out"""
+        base_url = (base_url if "://" in base_url else f"http://{base_url}").rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A proxy from the environment cannot reach this machine's loopback.
         is_local = httpx.URL(base_url).host in ("127.0.0.1", "localhost", "::1")
-        self._http = httpx.Client(
-            base_url=base_url.rstrip("/"), headers=headers, timeout=TIMEOUT, trust_env=not is_local
-        )
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=TIMEOUT, trust_env=not is_local)
 
     def __enter__(self) -> Client:
         return self

@@ -29,13 +29,6 @@ from shared import resources
 
 PROBE_TIMEOUT_S = 2.0
 
-# Encoder and engine share the cores and mostly take turns. An idle OpenMP thread spins, by default, on a core that
-# others could use, and a step that meets such a thread takes ten times as long; one that sleeps at once must be woken
-# for every product. 2000 spins bridge the gaps inside a step and no more: decoding 16 rows takes 15 ms a step so, as
-# with endless spinning, and 22 ms with OMP_WAIT_POLICY=PASSIVE. KMP_BLOCKTIME is what Intel's and LLVM's OpenMP have
-# for it. A variable that is already set is left alone.
-THREAD_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
-
 SERVICE_TOKEN = "DIPTYCH_SERVICE_TOKEN"  # noqa: S105 - the variable's name
 
 # The gateway drains first, while both panels still work for the requests it has accepted. The cache goes last.
@@ -179,7 +172,7 @@ def _cache(port: int, memory: str, console: Console) -> tuple[list[Command], str
 
 
 def _environment(redis_url: str | None, console: Console) -> dict[str, str]:
-    env = {**THREAD_ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if not env.get(SERVICE_TOKEN, "").strip():
         # As for Valkey: any user of the machine can reach the panels' ports. A variable, because `ps` shows arguments.
         env[SERVICE_TOKEN] = secrets.token_urlsafe(32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, ValidationError
@@ -69,9 +70,12 @@ RedisUrl = Annotated[
 def load_settings(cls: type[Settings], **overrides: Any) -> Settings:
     """`cls` from the environment, with `overrides` (command-line options) winning over it.
 
-    An override of None counts as not given. Raises SettingsError naming every bad setting.
+    An override of None counts as not given. Raises SettingsError naming every bad setting, unknown ones too.
     """
     given = {name: value for name, value in overrides.items() if value is not None}
+    unknown = [_unknown(cls, name) for name in given if name not in cls.model_fields]
+    if unknown:
+        raise SettingsError("\n".join(unknown))
     try:
         return cls(**given)
     except ValidationError as error:
@@ -89,6 +93,11 @@ def env_name(cls: type[BaseSettings], field: str) -> str:
     if isinstance(alias, str):
         return alias
     return f"{cls.model_config.get('env_prefix', '')}{field}".upper()
+
+
+def _unknown(cls: type[BaseSettings], name: str) -> str:
+    close = get_close_matches(name, cls.model_fields, n=1)
+    return f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def _explain(cls: type[BaseSettings], details: ErrorDetails, given: dict[str, Any]) -> str:

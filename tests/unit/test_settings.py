@@ -31,6 +31,11 @@ def test_every_bad_setting_is_named_with_its_value_and_what_was_wanted(monkeypat
     assert any("--max-batch-size = 0" in line and "greater than or equal to 1" in line for line in lines)
 
 
+def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(SettingsError, match="'quantisation'; did you mean 'quantization'"):
+        load_settings(VisionEncoderSettings, model=Path("m"), quantisation="int8")
+
+
 @pytest.mark.parametrize(("value", "expected"), [("redis://cache:6379/0", "redis://cache:6379/0"), ("  ", None)])
 def test_redis_has_its_usual_name_and_blank_means_none(
     monkeypatch: pytest.MonkeyPatch, value: str, expected: str | None

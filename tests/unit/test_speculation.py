@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.text_engine.core.speculation import (
     CAUTION,
+    MAX_GUESSING_ROWS,
     DraftCounts,
     PromptLookupDrafter,
     StepCosts,
@@ -109,6 +110,14 @@ def test_a_full_batch_costs_no_look_at_any_text():
     sequences = [make_sequence(f"r{i}", [1, 2, 1, 2]) for i in range(32)]
     assert drafter.propose(sequences, num_step_tokens=32, max_draft_tokens=100) == {}
     assert all(sequence.lookup is None for sequence in sequences)
+
+
+def test_more_rows_than_were_measured_to_pay_take_no_guesses_however_cheap_steps_seem():
+    drafter = PromptLookupDrafter(FREE, num_speculative_tokens=5, never_sampled=frozenset())
+    sequences = [make_sequence(f"r{i}", [1, 2, 3, 1, 2, 3, 1, 2]) for i in range(MAX_GUESSING_ROWS + 1)]
+    step = {"num_step_tokens": len(sequences), "max_draft_tokens": 100}
+    assert drafter.propose(sequences, **step) == {}
+    assert drafter.propose(sequences[1:], **step)
 
 
 def test_counts_say_at_which_position_guesses_held():
