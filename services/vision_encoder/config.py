@@ -37,7 +37,7 @@ class VisionEncoderSettings(BaseSettings):
         description="of weights and arithmetic; auto: bfloat16 where the device has it",
     )
     quantization: Quantization = Field(
-        "none", description="of the tower's layers, on a CPU; int8: faster and half of bfloat16's bytes, less exact"
+        "none", description="of the tower's layers, on a CPU; int8: half of bfloat16's bytes, less exact"
     )
     enforce_eager: bool = Field(False, description="on a GPU: no CUDA graphs of the tower's passes")
     num_threads: int | None = Field(
