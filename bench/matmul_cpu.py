@@ -1,7 +1,8 @@
-"""Speed of `PackedLinear` beside torch's own: `python -m bench.matmul_cpu [--threads N] [--fp32]`.
+"""Speed of `PackedLinear` beside torch's own: `python -m bench.matmul_cpu [--threads N] [--fp32 | --widened]`.
 
 One line per number of rows: all projections of a model's layers, as a step of that many tokens multiplies them. torch
-runs oneDNN on weights prepacked for it in bf16, `linear` in fp32. Both sides alternate in one process, and the weights
+runs oneDNN on weights prepacked for it in bf16, `linear` in fp32. With --widened ours keep bf16 weights for products in
+fp32, torch's are fp32. Both sides alternate in one process, and the weights
 together are larger than the caches, as a model's are.
 """
 
@@ -46,10 +47,12 @@ def multiply_all(linears: list[tuple[Linear, int]], num_rows: int, dtype: torch.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--fp32", action="store_true", help="instead of bf16")
+    dtypes = parser.add_mutually_exclusive_group()
+    dtypes.add_argument("--fp32", action="store_true", help="instead of bf16")
+    dtypes.add_argument("--widened", action="store_true", help="bf16 weights, products in fp32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    dtype = torch.float32 if options.fp32 else torch.bfloat16
+    dtype = torch.float32 if options.fp32 or options.widened else torch.bfloat16
     library = load_native()
     if library is None:
         parser.exit(1)
@@ -58,7 +61,8 @@ def main() -> None:
     print(f"limits: read {read_gbps:.0f} GB/s, torch's 1024 x 1024 x 1024 product {matmul_gflops:.0f} GFLOP/s")
     for name, (sizes, num_layers) in MODELS.items():
         weights = [torch.randn(size).to(dtype) for size in sizes for _ in range(num_layers)]
-        ours = [(PackedLinear(library, weight), weight.shape[1]) for weight in weights]
+        kept = [weight.bfloat16() for weight in weights] if options.widened else weights
+        ours = [(PackedLinear(library, weight, dtype=dtype), weight.shape[1]) for weight in kept]
         theirs = [(torch_linear(weight), weight.shape[1]) for weight in weights]
         num_bytes, num_weights = sum(w.nbytes for w in weights), sum(w.numel() for w in weights)
         print(f"\n{name:20}ours{'':25}torch")

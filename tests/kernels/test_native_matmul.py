@@ -56,6 +56,34 @@ def test_a_row_gives_the_same_bits_in_any_batch_and_with_any_number_of_threads(i
 
 
 @all_instruction_sets
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@settings(max_examples=15, deadline=None)
+@given(
+    num_rows=st.sampled_from([0, 1, 3, 7, 193]),
+    out_features=st.sampled_from([1, 17, 64, 200]),
+    in_features=st.sampled_from([1, 7, 64, 1026, 2050]),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_weights_of_sixteen_bits_give_the_very_bits_of_the_same_weights_in_fp32(
+    instruction_set, stored, num_rows, out_features, in_features, has_bias, seed
+):
+    weight = normal(out_features, in_features, dtype=stored, seed=seed)
+    weight[0, :3] = torch.tensor([6e-8, -3e-5, 0.0])[:in_features]  # in fp16 below its smallest normal number
+    bias = normal(out_features, dtype=torch.float32, seed=seed + 1) if has_bias else None
+    x = normal(num_rows, in_features, dtype=torch.float32, seed=seed + 2)
+    library = native_library(instruction_set)
+    widened = PackedLinear(library, weight, bias, dtype=torch.float32)
+    assert torch.equal(widened(x), PackedLinear(library, weight.float(), bias)(x))
+
+
+@all_instruction_sets
+def test_fp32_weights_are_not_narrowed_silently(instruction_set):
+    with pytest.raises(ValueError, match="float32 weights are multiplied in their own dtype"):
+        PackedLinear(native_library(instruction_set), normal(4, 8, dtype=torch.float32, seed=0), dtype=torch.bfloat16)
+
+
+@all_instruction_sets
 def test_an_odd_depth_is_refused_in_bf16(instruction_set):
     with pytest.raises(ValueError, match="even"):
         PackedLinear(native_library(instruction_set), normal(4, 7, dtype=torch.bfloat16, seed=0))

@@ -130,6 +130,23 @@ def test_a_fused_tensor_is_its_parts_one_below_the_other(checkpoint: CheckpointF
         assert torch.equal(weights.read(f"layers.1.self_attn.qkv_proj.{kind}"), torch.cat(parts).bfloat16())
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_matrices_may_stay_in_the_sixteen_bits_they_are_stored_in(
+    checkpoint: CheckpointFactory, tmp_path: Path, stored: torch.dtype
+):
+    folder = tmp_path / "narrow"
+    shutil.copytree(checkpoint("qwen2"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.to(stored) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = load_model_config(folder)
+    weights = CheckpointWeights(Checkpoint(folder), config, torch.float32, CPU, matrix_dtypes={stored})
+    for name in ("layers.1.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "embed_tokens.weight"):
+        assert [matrix.dtype for matrix in weights.read_matrix(name)] == [stored]
+        assert weights.read(name).dtype == stored
+    for name in ("layers.1.self_attn.qkv_proj.bias", "norm.weight"):
+        assert weights.read(name).dtype == torch.float32
+
+
 def test_the_decoder_keeps_no_memory_of_the_file(checkpoint: CheckpointFactory, tmp_path: Path):
     folder = tmp_path / "copy"
     shutil.copytree(checkpoint("llama"), folder)

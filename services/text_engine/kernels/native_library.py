@@ -13,8 +13,9 @@ from shared.log import get_logger
 
 # GCC's own, and two that offer its entry points besides theirs.
 OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
-# `ElementType` in native/simd.h.
+# `ElementType` in native/simd.h: what is computed in, and what weights may be stored in.
 ELEMENT_TYPES = {torch.bfloat16: 0, torch.float32: 1}
+WEIGHT_TYPES = {**ELEMENT_TYPES, torch.float16: 2}
 
 log = get_logger(__name__)
 
@@ -40,8 +41,8 @@ class NativeLibrary:
         self.add_rms_norm = function("add_rms_norm", c_int32, *[c_void_p] * 3, *[c_int64] * 2, c_float, c_int32)
         self.rotary = function("rotary", c_int32, *[c_void_p] * 3, c_int64, c_int32, c_int32, *[c_int64] * 5, c_int32)
         self.packed_outputs = function("packed_outputs", c_int64, returns=c_int64)
-        self.pack_weight = function("pack_weight", c_int32, *[c_void_p] * 2, *[c_int64] * 2, c_int32)
-        self.matmul = function("matmul", c_int32, *[c_void_p] * 4, *[c_int64] * 4, c_int32)
+        self.pack_weight = function("pack_weight", *[c_int32] * 2, *[c_void_p] * 2, *[c_int64] * 2, c_int32)
+        self.matmul = function("matmul", *[c_int32] * 2, *[c_void_p] * 4, *[c_int64] * 4, c_int32)
         self.quantized_panel = function("quantized_panel", returns=c_int64)
         self.quantized_matmul = function("quantized_matmul", *[c_int32] * 2, *[c_void_p] * 7, *[c_int64] * 6, c_int32)
         self.silu_mul = function("silu_mul", c_int32, *[c_void_p] * 2, *[c_int64] * 3, c_int32)

@@ -107,10 +107,10 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [num_tokens] -> a new tensor [num_tokens, hidden_size]; on ranks but the first, without content"""
+        dtype = self._layers[0].input_norm.dtype
         if self._embed_tokens is None:
-            size = (len(token_ids), self.config.hidden_size)
-            return torch.empty(size, dtype=self._layers[0].input_norm.dtype, device=token_ids.device)
-        rows = functional.embedding(token_ids, self._embed_tokens)
+            return torch.empty((len(token_ids), self.config.hidden_size), dtype=dtype, device=token_ids.device)
+        rows = functional.embedding(token_ids, self._embed_tokens).to(dtype)
         return rows if self._embedding_scale is None else rows.mul_(self._embedding_scale)
 
     def forward(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final
 
@@ -62,6 +63,7 @@ def load_decoder(
     make_product: MakeProduct = Linear,
     make_quantized: MakeQuantizedProduct = UnpackingLinear,
     quantize: Quantize | None = None,
+    matrix_dtypes: AbstractSet[torch.dtype] = frozenset(),
     ranks: Ranks | None = None,
     on_progress: OnProgress | None = None,
     adapt: Adapt | None = None,
@@ -72,6 +74,7 @@ def load_decoder(
     make_product    keeps a weight matrix for its products
     make_quantized  alike, for a quantized one
     quantize        makes quantized matrices of those stored plain; None: they stay so
+    matrix_dtypes   what matrices, the embedding too, may stay in if they are stored so; `make_product` takes them
     ranks           the processes that share the model, of which this one reads and keeps its part only; None: it is
                     alone
     on_progress     called with the share of tensors loaded, rising to 1.0
@@ -83,7 +86,15 @@ def load_decoder(
     gguf_file = find_file(folder)
     checkpoint = SeparateExperts(Checkpoint(folder)) if gguf_file is None else GgufCheckpoint(gguf_file)
     weights = CheckpointWeights(
-        checkpoint, config, dtype, device, on_progress, shard, stored_format=load_format(folder), quantize=quantize
+        checkpoint,
+        config,
+        dtype,
+        device,
+        on_progress,
+        shard,
+        stored_format=load_format(folder),
+        quantize=quantize,
+        matrix_dtypes=matrix_dtypes,
     )
     config = dataclasses.replace(config, tie_word_embeddings=weights.shares_head)
     if shard is not None:
@@ -102,12 +113,14 @@ def random_decoder(
     make_product: MakeProduct = Linear,
     make_quantized: MakeQuantizedProduct = UnpackingLinear,
     quantize: Quantize | None = None,
+    matrix_dtypes: AbstractSet[torch.dtype] = frozenset(),
     ranks: Ranks | None = None,
     adapt: Adapt | None = None,
 ) -> Decoder:
-    """As `load_decoder`, but with random weights, made on the device."""
+    """As `load_decoder`, but with random weights, made on the device; matrices in bf16 if they may be."""
     shard = None if ranks is None else Shard(ranks.index, ranks.size)
-    weights = RandomWeights(config, dtype, device, shard, quantize)
+    matrix_dtype = torch.bfloat16 if torch.bfloat16 in matrix_dtypes else dtype
+    weights = RandomWeights(config, dtype, device, shard, quantize, matrix_dtype=matrix_dtype)
     if quantize is not None:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     config = config if shard is None else shard.config(config)
@@ -180,7 +193,9 @@ class CheckpointWeights:
         *,
         stored_format: QuantizedFormat | None = None,
         quantize: Quantize | None = None,
+        matrix_dtypes: AbstractSet[torch.dtype] = frozenset(),
     ) -> None:
+        """As `load_decoder`."""
         self._checkpoint = checkpoint
         self._config = config
         self._shard = shard
@@ -189,6 +204,7 @@ class CheckpointWeights:
         self._on_progress = on_progress
         self._format = stored_format
         self._quantize = quantize
+        self._matrix_dtypes = matrix_dtypes
         self._num_read = 0
         family = FAMILIES[config.architecture]
         names = ((family.our_name(name), name) for name in checkpoint.names)
@@ -212,7 +228,7 @@ class CheckpointWeights:
         parts = [self._read_part(part) for part in unfused(name)]
         fused = torch.cat(parts) if len(parts) > 1 else parts[0]
         # The file's mapping must not outlive the load: a checkpoint may be replaced while it is being served.
-        return fused.to(self._device, self._dtype, copy=len(parts) == 1)
+        return fused.to(self._device, self._dtype_for(fused), copy=len(parts) == 1)
 
     def read_matrix(self, name: str) -> list[Matrix]:
         """As `read`, but quantized where the checkpoint holds it so or `quantize` makes it so; in as few matrices, side
@@ -232,9 +248,13 @@ class CheckpointWeights:
         return [
             matrix.to(self._device)
             if isinstance(matrix, GroupedWeight)
-            else matrix.to(self._device, self._dtype, copy=True)
+            else matrix.to(self._device, self._dtype_for(matrix), copy=True)
             for matrix in joined
         ]
+
+    def _dtype_for(self, tensor: torch.Tensor) -> torch.dtype:
+        stays = tensor.dim() == 2 and tensor.dtype in self._matrix_dtypes
+        return tensor.dtype if stays else self._dtype
 
     def _matrix_part(self, name: str) -> Matrix:
         if self._stored_tensors(name):
@@ -334,8 +354,12 @@ class RandomWeights:
         device: torch.device,
         shard: Shard | None = None,
         quantize: Quantize | None = None,
+        *,
+        matrix_dtype: torch.dtype | None = None,
     ) -> None:
+        """matrix_dtype   None: `dtype`, as all others"""
         self._config = config
+        self._matrix_dtype = matrix_dtype or dtype
         self._shapes = parameter_shapes(config)
         self._dtype = dtype
         self._device = device
@@ -357,7 +381,8 @@ class RandomWeights:
         part = None if self._shard is None else self._shard.part(name, self._config)
         for dimension, piece in enumerate(part or ()):
             shape[dimension] = len(range(*piece.indices(shape[dimension])))
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dtype = self._matrix_dtype if len(shape) == 2 else self._dtype
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
         return tensor.fill_(1.0) if name.endswith("norm.weight") else tensor.normal_(std=RANDOM_STD)
 
 

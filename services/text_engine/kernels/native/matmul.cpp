@@ -2,7 +2,8 @@
 //
 // W [num_outputs, depth] is packed into panels of COLUMNS * WIDTH outputs, each [depth / PER_LANE][outputs of the
 // panel] in lanes (see simd.h): a row block walks a panel from start to end, in one sequential stream. Outputs beyond
-// the last are zeros.
+// the last are zeros. Where x is fp32, W may stay in the 16 bits a number that its checkpoint has: it is widened in
+// registers, which is exact, and takes half the memory and half the reading.
 //
 // An output is a sum of pieces of MAX_LANES lanes, each one chain of multiply-adds, in order, whatever the number of rows
 // and threads: a row's result does not depend on the batch it is in. (Libraries choose another blocking for another
@@ -16,26 +17,55 @@ namespace diptych {
 namespace {
 
 constexpr int PANEL = COLUMNS * WIDTH;
-// A piece of a panel that stays in the second-level cache while many rows pass over it: 1024 x 64 lanes are 256 KiB.
-constexpr int64_t MAX_LANES = 1024;
-// Rows that pass over it; their running sums wait in 48 KiB.
+// A piece of a panel that stays in a cache while many rows pass over it: with AVX-512 in the second level, 1024 x 64
+// lanes being 256 KiB; narrower panels of 512 x 16 lanes, 32 KiB, nearly in the first.
+constexpr int64_t MAX_LANES = PANEL > 16 ? 1024 : 512;
+// Rows that pass over it; their running sums wait in at most 48 KiB.
 constexpr int64_t MAX_ROWS = 192;
 // Waking the other threads costs microseconds: below this many multiply-adds one thread is faster.
 constexpr int64_t PARALLEL_WORK = 1 << 18;
 
 int64_t padded_outputs(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL * PANEL; }
 
+// How a panel's lanes are stored, COLUMNS vectors of them at a time: as they are multiplied, or as 16 bits each.
+struct WholeLanes {
+    using Word = int32_t;
+    static constexpr int GRANULE = 1;  // columns that cannot be taken apart
+    static int place(int output) { return output; }
+    static I32 column(const Word* words, int n) { return load<I32>(words + n * WIDTH); }
+};
+// Two columns interleaved: one load, a shift for the one and a mask for the other.
+struct Bf16Lanes {
+    using Word = uint16_t;
+    static constexpr int GRANULE = 2;
+    static int place(int output) {
+        const int column = output / WIDTH;
+        return column / 2 * 2 * WIDTH + output % WIDTH * 2 + column % 2;
+    }
+    static I32 column(const Word* words, int n) {
+        const I32 both = load<I32>(words + n / 2 * 2 * WIDTH);
+        return n % 2 ? both & splat((int32_t)0xffff0000) : both << 16;
+    }
+};
+struct Fp16Lanes {
+    using Word = uint16_t;
+    static constexpr int GRANULE = 1;
+    static int place(int output) { return output; }
+    static I32 column(const Word* words, int n) { return (I32)widen_fp16(load<U16>(words + n * WIDTH)); }
+};
+
 // The columns [first, last) of one panel, in lanes relative to it, over all rows.
-template <class Element>
+template <class Element, class Stored>
 struct PanelProduct {
     using Scalar = typename Element::Scalar;
+    using Word = typename Stored::Word;
 
     const Scalar* x;
-    const int32_t* panel;
+    const Word* panel;
     const float* bias;  // of the panel's first output, or null
     Scalar* y;          // of the panel's first output
     int64_t num_rows, num_lanes, x_stride, y_stride;
-    int first, last;  // multiples of WIDTH
+    int first, last;  // multiples of WIDTH times the GRANULE of what is stored
     int num_valid;    // outputs of the panel that exist
 
     void run() const {
@@ -72,21 +102,21 @@ struct PanelProduct {
     enum class Ahead { NOTHING, WEIGHTS, ROWS };
 
     template <int R, int N>
-    void multiply_block(int64_t row, int64_t first_lane, int64_t last_lane, Ahead ahead, const int32_t* next_weights,
+    void multiply_block(int64_t row, int64_t first_lane, int64_t last_lane, Ahead ahead, const Word* next_weights,
                         float* running) const {
         F32 sums[R][N] = {};
         const int64_t row_lanes = x_stride / Element::PER_LANE;
         const int32_t* rows[R];
         for (int r = 0; r < R; ++r) rows[r] = (const int32_t*)x + (row + r) * row_lanes;
         const int32_t* next_rows = rows[0] + R * row_lanes;
-        const int32_t* columns = panel + first;
+        const Word* columns = panel + first;
         for (int64_t lane = first_lane; lane < last_lane; ++lane) {
             if (ahead == Ahead::WEIGHTS) __builtin_prefetch(next_weights + (lane - first_lane) * WIDTH, 0, 2);
             // Of 16 lanes in a line, each of 8 rows gets two.
             if (ahead == Ahead::ROWS) __builtin_prefetch(next_rows + lane % 8 * row_lanes + lane);
             accumulate<Element>(
                 sums, [&](int r) { return rows[r][lane]; },
-                [&](int n) { return load<I32>(columns + lane * PANEL + n * WIDTH); });
+                [&](int n) { return Stored::column(columns + lane * PANEL, n); });
         }
         if (first_lane > 0) add_block(sums, running, PANEL);
         store_block(sums, running, PANEL);
@@ -108,54 +138,50 @@ struct PanelProduct {
     }
 };
 
-}  // namespace
-}  // namespace diptych
-
-using namespace diptych;
-
-DIPTYCH_EXPORT int64_t diptych_packed_outputs(int64_t num_outputs) { return padded_outputs(num_outputs); }
-
-// packed [padded_outputs / PANEL][depth / PER_LANE][PANEL][PER_LANE] <- weight [num_outputs, depth], contiguous.
-DIPTYCH_EXPORT void diptych_pack_weight(int32_t element_type, const void* weight, void* packed, int64_t num_outputs,
-                                        int64_t depth, int32_t num_threads) {
-    with_element(element_type, [&](auto element) {
-        const int64_t num_lanes = depth / decltype(element)::PER_LANE;
-        const int64_t num_panels = padded_outputs(num_outputs) / PANEL;
+// packed [padded_outputs / PANEL][num_lanes][PANEL] <- weight [num_outputs, num_lanes]
+template <class Stored>
+void pack(const void* weight, void* packed, int64_t num_outputs, int64_t num_lanes, int num_threads) {
+    using Word = typename Stored::Word;
+    const int64_t num_panels = padded_outputs(num_outputs) / PANEL;
 #pragma omp parallel for schedule(static) num_threads(num_threads)
-        for (int64_t p = 0; p < num_panels; ++p) {
-            int32_t* panel = (int32_t*)packed + p * num_lanes * PANEL;
-            for (int64_t i = 0; i < PANEL; ++i) {
-                const int64_t output = p * PANEL + i;
-                const int32_t* source = (const int32_t*)weight + output * num_lanes;
-                for (int64_t lane = 0; lane < num_lanes; ++lane) {
-                    panel[lane * PANEL + i] = output < num_outputs ? source[lane] : 0;
-                }
+    for (int64_t p = 0; p < num_panels; ++p) {
+        for (int i = 0; i < PANEL; ++i) {
+            const int64_t output = p * PANEL + i;
+            const Word* source = (const Word*)weight + output * num_lanes;
+            Word* target = (Word*)packed + p * num_lanes * PANEL + Stored::place(i);
+            for (int64_t lane = 0; lane < num_lanes; ++lane) {
+                target[lane * PANEL] = output < num_outputs ? source[lane] : 0;
             }
         }
-    });
+    }
 }
 
-// y [num_rows, num_outputs], contiguous = x [num_rows, depth] W^T + bias [num_outputs] fp32, or null
-DIPTYCH_EXPORT void diptych_matmul(int32_t element_type, const void* x, const void* packed, const float* bias, void* y,
-                                   int64_t num_rows, int64_t num_outputs, int64_t depth, int64_t x_stride,
-                                   int32_t num_threads) {
-    with_element(element_type, [&](auto element) {
-        using Element = decltype(element);
+struct Product {
+    const void *x, *packed;
+    const float* bias;
+    void* y;
+    int64_t num_rows, num_outputs, depth, x_stride;
+    int num_threads;
+
+    template <class Element, class Stored>
+    void run() const {
         using Scalar = typename Element::Scalar;
+        using Word = typename Stored::Word;
         const int64_t num_lanes = depth / Element::PER_LANE;
-        const int64_t num_columns = (num_outputs + WIDTH - 1) / WIDTH;
+        constexpr int SHARED = Stored::GRANULE * WIDTH;
+        const int64_t num_shared = (num_outputs + SHARED - 1) / SHARED;
         const int num_parts = num_rows * num_outputs * depth < PARALLEL_WORK ? 1 : num_threads;
 #pragma omp parallel for schedule(static) num_threads(num_parts) if (num_parts > 1)
         for (int part = 0; part < num_parts; ++part) {
-            // An equal share of the outputs each, in vectors: panels are too coarse for narrow matrices.
-            int64_t output = num_columns * part / num_parts * WIDTH;
-            const int64_t end = num_columns * (part + 1) / num_parts * WIDTH;
+            // An equal share of the outputs each, in a few vectors: panels are too coarse for narrow matrices.
+            int64_t output = num_shared * part / num_parts * SHARED;
+            const int64_t end = num_shared * (part + 1) / num_parts * SHARED;
             while (output < end) {
                 const int64_t start = output / PANEL * PANEL;
                 const int64_t stop = std::min(start + PANEL, end);
-                PanelProduct<Element>{
+                PanelProduct<Element, Stored>{
                     (const Scalar*)x,
-                    (const int32_t*)packed + start * num_lanes,
+                    (const Word*)packed + start * num_lanes,
                     bias ? bias + start : nullptr,
                     (Scalar*)y + start,
                     num_rows,
@@ -170,5 +196,45 @@ DIPTYCH_EXPORT void diptych_matmul(int32_t element_type, const void* x, const vo
                 output = stop;
             }
         }
-    });
+    }
+};
+
+}  // namespace
+}  // namespace diptych
+
+using namespace diptych;
+
+DIPTYCH_EXPORT int64_t diptych_packed_outputs(int64_t num_outputs) { return padded_outputs(num_outputs); }
+
+// packed, for products in element_type, <- weight [num_outputs, depth], contiguous
+DIPTYCH_EXPORT void diptych_pack_weight(int32_t element_type, int32_t weight_type, const void* weight, void* packed,
+                                        int64_t num_outputs, int64_t depth, int32_t num_threads) {
+    const auto call = [&](auto stored) {
+        const int64_t num_lanes = element_type == BF16 ? depth / Bf16::PER_LANE : depth;
+        pack<decltype(stored)>(weight, packed, num_outputs, num_lanes, num_threads);
+    };
+    if (element_type == weight_type) {
+        call(WholeLanes{});
+    } else if (weight_type == BF16) {
+        call(Bf16Lanes{});
+    } else {
+        call(Fp16Lanes{});
+    }
+}
+
+// y [num_rows, num_outputs], contiguous = x [num_rows, depth] W^T + bias [num_outputs] fp32, or null
+// element_type is x's and y's; weight_type is the same, or where that is FP32 any.
+DIPTYCH_EXPORT void diptych_matmul(int32_t element_type, int32_t weight_type, const void* x, const void* packed,
+                                   const float* bias, void* y, int64_t num_rows, int64_t num_outputs, int64_t depth,
+                                   int64_t x_stride, int32_t num_threads) {
+    const Product product{x, packed, bias, y, num_rows, num_outputs, depth, x_stride, num_threads};
+    if (element_type == BF16) {
+        product.run<Bf16, WholeLanes>();
+    } else if (weight_type == FP32) {
+        product.run<Fp32, WholeLanes>();
+    } else if (weight_type == BF16) {
+        product.run<Fp32, Bf16Lanes>();
+    } else {
+        product.run<Fp32, Fp16Lanes>();
+    }
 }

@@ -47,19 +47,6 @@ inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
 #endif
 }
 
-inline F32 widen_fp16(const uint16_t* source) {
-#if defined(__AVX512F__)
-    return (F32)_mm512_cvtph_ps(load<__m256i>(source));
-#elif defined(__F16C__)
-    return (F32)_mm256_cvtph_ps(load<__m128i>(source));
-#else
-    // The bits moved into place are the number times 2^-112, subnormals included.
-    const U32 bits = __builtin_convertvector(load<U16>(source), U32);
-    const F32 magnitude = (F32)((bits & 0x7fff) << 13) * splat(0x1p112f);
-    return (F32)((U32)magnitude | ((bits & 0x8000) << 16));
-#endif
-}
-
 // Rows of x as the products want them.
 struct QuantizedRows {
     int64_t num_blocks, block_size;
@@ -165,8 +152,8 @@ struct QuantizedPanel {
             const int64_t group = block / blocks_per_group * PANEL + first;
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) {
-                const F32 scale = widen_fp16(scales + group + n * WIDTH);
-                const F32 minimum = ZERO ? F32{} : widen_fp16(minimums + group + n * WIDTH);
+                const F32 scale = widen_fp16(load<U16>(scales + group + n * WIDTH));
+                const F32 minimum = ZERO ? F32{} : widen_fp16(load<U16>(minimums + group + n * WIDTH));
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const int64_t at = of_row + r * x.num_blocks;

@@ -12,7 +12,7 @@ namespace diptych {
 // As many accumulators as leave room for one vector per column and a broadcast; enough of them that the multiply-adds
 // do not wait for one another.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int ROWS = 4, COLUMNS = 2;
+constexpr int ROWS = 6, COLUMNS = 2;
 #else
 constexpr int ROWS = 6, COLUMNS = 4;
 #endif

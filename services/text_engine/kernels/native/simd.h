@@ -124,6 +124,19 @@ inline F32 exp2(F32 x) {
 
 inline F32 widen_bf16(U16 bits) { return (F32)(__builtin_convertvector(bits, U32) << 16); }
 
+inline F32 widen_fp16(U16 bits) {
+#if defined(__AVX512F__)
+    return (F32)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+    return (F32)_mm256_cvtph_ps((__m128i)bits);
+#else
+    // The bits moved into place are the number times 2^-112, subnormals included; infinities and NaNs do not occur.
+    const U32 wide = __builtin_convertvector(bits, U32);
+    const F32 magnitude = (F32)((wide & 0x7fff) << 13) * splat(0x1p112f);
+    return (F32)((U32)magnitude | ((wide & 0x8000) << 16));
+#endif
+}
+
 // To the nearest bf16, ties to even; a NaN stays a NaN.
 inline U16 round_bf16(F32 x) {
 #if defined(__AVX512BF16__)
@@ -166,8 +179,8 @@ struct Bf16 {
     }
 };
 
-// The types a call may name, as native_library.py numbers them.
-enum ElementType : int32_t { BF16 = 0, FP32 = 1 };
+// The types a call may name, as native_library.py numbers them. Nothing is computed in fp16: weights may be stored in it.
+enum ElementType : int32_t { BF16 = 0, FP32 = 1, FP16 = 2 };
 
 template <class Body>
 inline void with_element(int32_t element_type, Body body) {
