@@ -23,7 +23,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int BLOCK_ROWS = 6, BLOCK_COLUMNS = 2;
 #else
-constexpr int BLOCK_ROWS = 2, BLOCK_COLUMNS = 2;
+constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 2;
 #endif
 constexpr int PANEL = BLOCK_COLUMNS * WIDTH;
 // As in matmul.cpp.
@@ -46,6 +46,24 @@ inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
     return sum;
 #endif
 }
+
+// The sum of a block's products: `add` for each lane, `total` at its end.
+template <int BITS>
+struct BlockSum {
+    static I32 add(I32 sum, I32 a, I32 b) { return dot_bytes(sum, a, b); }
+    static I32 total(I32 sum) { return sum; }
+};
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Each half of a lane sums half of a block's products in 16 bits: 16 of at most 15 * 127.
+template <>
+struct BlockSum<4> {
+    static I32 add(I32 sum, I32 a, I32 b) {
+        return (I32)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+    }
+    static I32 total(I32 sum) { return (I32)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+};
+#endif
 
 // Rows of x as the products want them.
 struct QuantizedRows {
@@ -137,13 +155,7 @@ struct QuantizedPanel {
         const int32_t* weights = panel + first;
         for (int64_t block = 0; block < x.num_blocks; ++block) {
             const int64_t of_row = first_row * x.num_blocks + block;
-            I32 whole[R][N];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const I32 start = ZERO ? splat(x.offsets[of_row + r * x.num_blocks]) : I32{};
-#pragma GCC unroll 8
-                for (int n = 0; n < N; ++n) whole[r][n] = start;
-            }
+            I32 whole[R][N] = {};
             // Four lanes, 16 inputs, at a time: all that a block surely has.
             for (const int32_t* end = lanes + block_lanes; lanes != end; lanes += 4, weights += PANEL * BITS / 2) {
                 multiply_lanes(whole, weights, lanes, row_lanes);
@@ -157,7 +169,8 @@ struct QuantizedPanel {
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const int64_t at = of_row + r * x.num_blocks;
-                    const F32 scaled = __builtin_convertvector(whole[r][n], F32) * splat(x.scales[at]);
+                    const I32 total = BlockSum<BITS>::total(whole[r][n]) + (ZERO ? splat(x.offsets[at]) : I32{});
+                    const F32 scaled = __builtin_convertvector(total, F32) * splat(x.scales[at]);
                     sums[r][n] = fma(scaled, scale, sums[r][n]);
                     if (!ZERO) sums[r][n] = fma((F32)splat(x.offsets[at]), minimum, sums[r][n]);
                 }
@@ -189,7 +202,7 @@ struct QuantizedPanel {
             const I32 even_x = splat(lanes[r * row_lanes]), odd_x = splat(lanes[r * row_lanes + 1]);
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) {
-                whole[r][n] = dot_bytes(dot_bytes(whole[r][n], even[n], even_x), odd[n], odd_x);
+                whole[r][n] = BlockSum<BITS>::add(BlockSum<BITS>::add(whole[r][n], even[n], even_x), odd[n], odd_x);
             }
         }
     }
