@@ -17,6 +17,7 @@ from torch.nn import functional
 from bench.attention_cpu import alternate, machine_limits
 from services.text_engine.kernels.native_library import load_native
 from services.text_engine.kernels.native_matmul import PackedLinear
+from shared.device import has_bfloat16
 
 # (outputs, inputs) of qkv, o, gate_up and down, and how many layers of them
 MODELS = {
@@ -28,7 +29,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def torch_linear(weight: torch.Tensor) -> Linear:
-    if weight.dtype == torch.float32:
+    if weight.dtype == torch.float32 or not has_bfloat16(weight.device):
         return lambda x: functional.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-PACKED_DTYPES = (torch.bfloat16, torch.float32)
+from shared.device import has_bfloat16
+
+CPU = torch.device("cpu")
 
 
 class PackedLinear(nn.Module):
@@ -27,11 +29,12 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear under `module`, where oneDNN is there and knows the dtype."""
+    """Replace every nn.Linear under `module` whose dtype oneDNN can lay out on this CPU: bf16 is beyond plain AVX2."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
+    packed_dtypes = (torch.float32, torch.bfloat16) if has_bfloat16(CPU) else (torch.float32,)
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear) and child.weight.dtype in PACKED_DTYPES:
+        if isinstance(child, nn.Linear) and child.weight.dtype in packed_dtypes:
             setattr(module, name, PackedLinear(child))
         else:
             pack_linears(child)
