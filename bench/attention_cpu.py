@@ -1,9 +1,10 @@
-"""Speed of the CPU attention backend: `python -m bench.attention_cpu [--threads N] [--fp32]`.
+"""Speed of the CPU attention backend: `python -m bench.attention_cpu [--threads N] [--fp32] [--int8]`.
 
 Decode is bound by memory and shown in GB/s of keys and values read, prefill by arithmetic and shown in GFLOP/s; beside
 each stands torch's scaled_dot_product_attention on contiguous tensors of equal lengths, and the machine's own limit
 measured in the same run. Both sides alternate, so that other work on the machine slows both alike, and both walk
-through more layers than the caches hold, as a model does.
+through more layers than the caches hold, as a model does. With --int8 our cache is of bytes, torch's as it was; GB/s
+are then of what each reads.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from services.text_engine.attention.cpu_backend import BLOCK_SIZE, CpuAttention
+from services.text_engine.attention.cpu_backend import BLOCK_SIZE, STEP_BYTES, CpuAttention
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
+from services.text_engine.kernels.kv_layout import KVFormat
 from services.text_engine.kernels.native_library import load_native
 
 SHAPES = {"SmolLM2-135M (9/3 heads of 64)": (9, 3, 64), "7B (32/32 heads of 128)": (32, 32, 128)}
@@ -37,10 +39,19 @@ class Case:
     context: int
     shape: AttentionShape
     dtype: torch.dtype
+    kv_cache_format: KVFormat
+
+    @property
+    def torch_bytes(self) -> int:
+        """Of the keys and values."""
+        return 2 * self.num_seqs * self.context * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.num_seqs * self.context * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+        """The same in our cache."""
+        if self.kv_cache_format == "auto":
+            return self.torch_bytes
+        return 2 * self.num_seqs * self.context * self.shape.num_kv_heads * (self.shape.head_dim + STEP_BYTES)
 
     @property
     def flops(self) -> float:
@@ -67,7 +78,9 @@ def paged_attention(case: Case, attention: CpuAttention) -> Callable[[], object]
         block_tables=tables,
         slot_mapping=slots.flatten(),
     )
-    caches = [attention.allocate_kv_cache(num_blocks, BLOCK_SIZE, shape).normal_() for _ in range(case.num_layers)]
+    caches = [attention.allocate_kv_cache(num_blocks, BLOCK_SIZE, shape) for _ in range(case.num_layers)]
+    for cache in caches:  # four bytes below 64 are a small number, as a step should be
+        cache.normal_() if case.kv_cache_format == "auto" else cache.random_(0, 64)
     num_tokens = case.num_seqs * case.num_new
     query = torch.randn(num_tokens, shape.num_heads, shape.head_dim).to(case.dtype)
     key, value = (torch.randn(num_tokens, shape.num_kv_heads, shape.head_dim).to(case.dtype) for _ in range(2))
@@ -115,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--fp32", action="store_true", help="instead of bf16")
+    parser.add_argument("--int8", action="store_true", help="our cache in int8")
     parser.add_argument("--shape", choices=[*SHAPES], help="only this one")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -122,9 +136,10 @@ def main() -> None:
     library = load_native()
     if library is None:
         parser.exit(1)
-    attention = CpuAttention(library, dtype)
+    kv_cache_format: KVFormat = "int8" if options.int8 else "auto"
+    attention = CpuAttention(library, dtype, kv_cache_format=kv_cache_format)
     read_gbps, matmul_gflops = machine_limits(dtype)
-    print(f"{options.threads} threads, {dtype}, {library.instruction_set}")
+    print(f"{options.threads} threads, {dtype}{', int8 cache' if options.int8 else ''}, {library.instruction_set}")
     print(f"limits: read {read_gbps:.0f} GB/s, matmul {matmul_gflops:.0f} GFLOP/s\n")
     print(f"{'':38}{'ours':>10}{'torch':>10}{'ratio':>8}{'of limit':>10}")
     for name, (num_heads, num_kv_heads, head_dim) in SHAPES.items():
@@ -133,13 +148,14 @@ def main() -> None:
         print(name)
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
         for num_seqs, num_new, context in DECODE + PREFILL:
-            case = Case(num_seqs, num_new, context, shape, dtype)
-            if case.kv_bytes > MAX_CACHE_BYTES:
+            case = Case(num_seqs, num_new, context, shape, dtype, kv_cache_format)
+            if case.torch_bytes > MAX_CACHE_BYTES:
                 continue
             ours_s, torch_s = alternate(paged_attention(case, attention), torch_attention(case))
             decode = num_new == 1
-            amount, limit, unit = (case.kv_bytes, read_gbps, "GB/s") if decode else (case.flops, matmul_gflops, "GF/s")
-            speeds = [amount / seconds / 1e9 for seconds in (ours_s, torch_s)]
+            amounts = (case.kv_bytes, case.torch_bytes) if decode else (case.flops, case.flops)
+            limit, unit = (read_gbps, "GB/s") if decode else (matmul_gflops, "GF/s")
+            speeds = [amount / seconds / 1e9 for amount, seconds in zip(amounts, (ours_s, torch_s), strict=True)]
             label = f"  {'decode' if decode else 'prefill'} {num_seqs} x {context}, {ours_s * 1e6:.0f} us"
             print(
                 f"{label:38}{speeds[0]:6.0f} {unit}{speeds[1]:5.0f} {unit}"

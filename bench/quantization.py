@@ -1,6 +1,7 @@
 """What quantized weights cost and gain: `python -m bench.quantization [MODEL] [--with MODEL.gguf ...] [--text FILE]`.
 
-One line for the checkpoint as it is, for it with --quantization int8 and int4, and for each other MODEL:
+One line for the checkpoint as it is, for it with --quantization int8 and int4, for it with an int8 KV cache, and for
+each other MODEL:
 
     weights      in memory, and what one decoded token reads of them
     perplexity   of a text, in pieces of 512 tokens, and how often the likeliest next token is the first line's
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -59,8 +60,8 @@ class Candidate:
         return rates[len(rates) // 10]
 
 
-def load(name: str, folder: Path, kind: str | None) -> Candidate:
-    settings = TextEngineSettings(model=folder)
+def load(name: str, folder: Path, kind: str | None, kv_cache_dtype: Literal["auto", "int8"] = "auto") -> Candidate:
+    settings = TextEngineSettings(model=folder, kv_cache_dtype=kv_cache_dtype)
     dtype = choose_dtype("auto", CPU)
     parts = choose_parts(settings, CPU, dtype)
     decoder = load_decoder(
@@ -74,7 +75,8 @@ def load(name: str, folder: Path, kind: str | None) -> Candidate:
         make_quantized=parts.make_quantized,
         quantize=None if kind is None else quantizer("int8" if kind == "int8" else "int4", CPU),
     )
-    return Candidate(f"{name} {kind or ''}".strip(), decoder, parts.attention)
+    words = [name, kind or "", "int8 KV cache" if kv_cache_dtype == "int8" else ""]
+    return Candidate(" ".join(filter(None, words)), decoder, parts.attention)
 
 
 def num_bytes(owners: Iterable[Any]) -> int:
@@ -150,6 +152,7 @@ def main() -> None:
     folder = resolve(options.model, say=print).folder
     others = [resolve(name, say=print) for name in options.others]
     candidates = [load(options.model, folder, kind) for kind in (None, "int8", "int4")]
+    candidates.append(load(options.model, folder, None, kv_cache_dtype="int8"))
     candidates += [load(other.name, other.folder, None) for other in others]
 
     text = "\n".join(path.read_text() for path in options.text)

@@ -1,4 +1,5 @@
-"""The CPU attention backend against softmax(QK^T)V in fp64, over ragged batches in a holed and shuffled cache."""
+"""The CPU attention backend against softmax(QK^T)V in fp64, over ragged batches in a holed and shuffled cache, of the
+model's own type and of bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +14,42 @@ from hypothesis import strategies as st
 from services.text_engine.attention.cpu_backend import BLOCK_SIZE, CpuAttention
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
 from services.text_engine.kernels import reference
+from services.text_engine.kernels.kv_layout import KVFormat
 from tests.kernels.native_libraries import INSTRUCTION_SETS, native_library
 
-# Largest difference from the fp64 oracle, for values of unit variance. bf16: the output's own rounding, 2^-9 relative,
-# and that of the softmax weights.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+@dataclass(frozen=True)
+class Kind:
+    """Of tensors and their cache.
+
+    tolerance  largest difference from the fp64 oracle, for values of unit variance. bf16: the output's own rounding,
+               2^-9 relative, and that of the softmax weights. int8, over what the cache's bytes stand for: the weights'
+               rounding to 16 bits.
+    """
+
+    name: str
+    dtype: torch.dtype
+    kv_cache_format: KVFormat
+    tolerance: float
+
+    def attention(self, instruction_set: str) -> CpuAttention:
+        return CpuAttention(native_library(instruction_set), self.dtype, kv_cache_format=self.kv_cache_format)
+
+    def cached(self, heads: torch.Tensor) -> torch.Tensor:
+        """Keys or values as they are read back, in fp64."""
+        if self.kv_cache_format == "auto":
+            return heads.double()
+        quants, steps = reference.quantize_heads(heads)
+        return (quants.double() - 128) * steps.double()
+
+
+FP32 = Kind("fp32", torch.float32, "auto", 2e-5)
+KINDS = [
+    FP32,
+    Kind("bf16", torch.bfloat16, "auto", 2e-2),
+    Kind("fp32, int8 cache", torch.float32, "int8", 1e-3),
+    Kind("bf16, int8 cache", torch.bfloat16, "int8", 2e-2),
+]
 
 
 @dataclass
@@ -26,7 +58,7 @@ class Sequences:
 
     shape: AttentionShape
     lengths: list[int]
-    dtype: torch.dtype
+    kind: Kind
     seed: int = 0
     images: tuple[tuple[int, int], ...] = ()  # spans of positions that see all of themselves, in every sequence
 
@@ -34,7 +66,7 @@ class Sequences:
         generator = torch.Generator().manual_seed(self.seed)
 
         def tokens(length: int, num_heads: int) -> torch.Tensor:
-            return torch.randn(length, num_heads, self.shape.head_dim, generator=generator).to(self.dtype)
+            return torch.randn(length, num_heads, self.shape.head_dim, generator=generator).to(self.kind.dtype)
 
         self.queries = [tokens(length, self.shape.num_heads) for length in self.lengths]
         self.keys = [tokens(length, self.shape.num_kv_heads) for length in self.lengths]
@@ -86,7 +118,8 @@ class Sequences:
         length = self.lengths[row]
         query = self.queries[row].double().transpose(0, 1)
         key, value = (
-            tensor[row].double().repeat_interleave(group, dim=1).transpose(0, 1) for tensor in (self.keys, self.values)
+            self.kind.cached(tensor[row]).repeat_interleave(group, dim=1).transpose(0, 1)
+            for tensor in (self.keys, self.values)
         )
         distance = torch.arange(length)[:, None] - torch.arange(length)
         window = self.shape.sliding_window or length
@@ -102,8 +135,9 @@ class Sequences:
 
 def run(sequences: Sequences, instruction_set: str, steps: list[list[tuple[int, int]]]) -> list[torch.Tensor]:
     """Each sequence's outputs, put together from the steps that computed them."""
-    attention = CpuAttention(native_library(instruction_set), sequences.dtype)
-    cache = attention.allocate_kv_cache(sequences.num_blocks, BLOCK_SIZE, sequences.shape).fill_(torch.nan)
+    attention = sequences.kind.attention(instruction_set)
+    cache = attention.allocate_kv_cache(sequences.num_blocks, BLOCK_SIZE, sequences.shape)
+    cache.view(torch.uint8).fill_(0xFF)  # NaN in every type, and as a step of bytes
     outputs: list[list[torch.Tensor]] = [[] for _ in sequences.lengths]
     for spans in steps:
         qkv, metadata = sequences.step(spans)
@@ -150,40 +184,40 @@ lengths_lists = st.lists(
     st.sampled_from([1, 2, 15, 16, 17, 31, 48, 61, 127, 255, 256, 257, 401]), min_size=1, max_size=3
 )
 all_instruction_sets = pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 @all_instruction_sets
-@both_dtypes
+@all_kinds
 @settings(max_examples=25, deadline=None)
 @given(shape=shapes, lengths=lengths_lists, chunk=st.sampled_from([7, 16, 64, 1000]), seed=st.integers(0, 1000))
-def test_it_equals_the_formula_and_never_reads_an_unused_slot(instruction_set, dtype, shape, lengths, chunk, seed):
-    sequences = Sequences(shape, lengths, dtype, seed)
+def test_it_equals_the_formula_and_never_reads_an_unused_slot(instruction_set, kind, shape, lengths, chunk, seed):
+    sequences = Sequences(shape, lengths, kind, seed)
     for row, output in enumerate(run(sequences, instruction_set, chunked(lengths, chunk))):
-        torch.testing.assert_close(output.double(), sequences.expected(row), rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(output.double(), sequences.expected(row), rtol=0, atol=kind.tolerance)
 
 
 @all_instruction_sets
-@both_dtypes
+@all_kinds
 @settings(max_examples=25, deadline=None)
 @given(shape=shapes, start=st.integers(0, 300), num_positions=st.integers(1, 290), seed=st.integers(0, 1000))
 def test_an_image_sees_all_of_itself_and_text_sees_only_what_came_before(
-    instruction_set, dtype, shape, start, num_positions, seed
+    instruction_set, kind, shape, start, num_positions, seed
 ):
     stop = start + num_positions
-    sequences = Sequences(shape, [stop + 30, stop + 1], dtype, seed, images=((start, stop),))
+    sequences = Sequences(shape, [stop + 30, stop + 1], kind, seed, images=((start, stop),))
     steps = [[(0, start), (0, start)], [(start, stop), (start, stop + 1)], [(stop, stop + 30), (stop + 1, stop + 1)]]
     for row, output in enumerate(run(sequences, instruction_set, steps)):
-        torch.testing.assert_close(output.double(), sequences.expected(row), rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(output.double(), sequences.expected(row), rtol=0, atol=kind.tolerance)
 
 
 @all_instruction_sets
-@both_dtypes
-def test_queries_and_keys_are_rotated_before_they_meet(instruction_set, dtype):
-    sequences = Sequences(shape_of(6, 2, 32), [45], dtype)
+@all_kinds
+def test_queries_and_keys_are_rotated_before_they_meet(instruction_set, kind):
+    sequences = Sequences(shape_of(6, 2, 32), [45], kind)
     [(query, key, value), metadata] = sequences.step([(0, 45)])
     cos_sin = torch.randn(45, 32, generator=torch.Generator().manual_seed(1))
-    attention = CpuAttention(native_library(instruction_set), dtype)
+    attention = kind.attention(instruction_set)
     caches = [attention.allocate_kv_cache(sequences.num_blocks, BLOCK_SIZE, sequences.shape) for _ in range(2)]
     rotated = (*reference.rotary(query, key, cos_sin), value)
     expected = attention.attend(*rotated, no_rotation(query), caches[0], metadata, sequences.shape)
@@ -193,11 +227,11 @@ def test_queries_and_keys_are_rotated_before_they_meet(instruction_set, dtype):
 
 
 @all_instruction_sets
-@both_dtypes
+@all_kinds
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("chunk", [1, 13, 16, 128])
-def test_a_chunked_prompt_gives_the_bits_of_a_whole_one(instruction_set, dtype, window, chunk):
-    sequences = Sequences(shape_of(6, 2, 32, window), [530, 41, 17], dtype)
+def test_a_chunked_prompt_gives_the_bits_of_a_whole_one(instruction_set, kind, window, chunk):
+    sequences = Sequences(shape_of(6, 2, 32, window), [530, 41, 17], kind)
     expected = run(sequences, instruction_set, whole(sequences.lengths))
     for output, wanted in zip(
         run(sequences, instruction_set, chunked(sequences.lengths, chunk)), expected, strict=True
@@ -206,9 +240,9 @@ def test_a_chunked_prompt_gives_the_bits_of_a_whole_one(instruction_set, dtype, 
 
 
 @all_instruction_sets
-@both_dtypes
-def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(instruction_set, dtype):
-    sequences = Sequences(shape_of(6, 2, 32), [300, 41, 270], dtype)
+@all_kinds
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(instruction_set, kind):
+    sequences = Sequences(shape_of(6, 2, 32), [300, 41, 270], kind)
     together = run(sequences, instruction_set, whole(sequences.lengths))
     alone = [[(0, length if row == i else 0) for row, length in enumerate(sequences.lengths)] for i in range(3)]
     for output, wanted in zip(run(sequences, instruction_set, alone), together, strict=True):
@@ -223,11 +257,11 @@ def set_num_threads():
 
 
 @all_instruction_sets
-@both_dtypes
+@all_kinds
 @pytest.mark.parametrize("window", [None, 700])
-def test_the_number_of_threads_does_not_change_a_bit(instruction_set, dtype, window, set_num_threads):
+def test_the_number_of_threads_does_not_change_a_bit(instruction_set, kind, window, set_num_threads):
     # The last steps are one long sequence's: with several threads its tiles are shared among them and merged.
-    sequences = Sequences(shape_of(6, 2, 64, window), [1500, 41], dtype)
+    sequences = Sequences(shape_of(6, 2, 64, window), [1500, 41], kind)
     steps = [[(0, 1490), (0, 41)], [(1490, 1499), (41, 41)], [(1499, 1500), (41, 41)]]
     outputs = []
     for num_threads in (1, 2, 5):
@@ -238,16 +272,16 @@ def test_the_number_of_threads_does_not_change_a_bit(instruction_set, dtype, win
 
 
 @all_instruction_sets
-@both_dtypes
-def test_many_query_heads_may_share_one_key_head(instruction_set, dtype):
-    sequences = Sequences(shape_of(71, 1, 64), [35], dtype)  # more than one work item holds
+@all_kinds
+def test_many_query_heads_may_share_one_key_head(instruction_set, kind):
+    sequences = Sequences(shape_of(71, 1, 64), [35], kind)  # more than one work item holds
     [output] = run(sequences, instruction_set, [[(0, 34)], [(34, 35)]])
-    torch.testing.assert_close(output.double(), sequences.expected(0), rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(output.double(), sequences.expected(0), rtol=0, atol=kind.tolerance)
 
 
 @all_instruction_sets
 def test_large_scores_do_not_overflow(instruction_set):
-    sequences = Sequences(AttentionShape(2, 1, 32, scale=50.0), [40], torch.float32)
+    sequences = Sequences(AttentionShape(2, 1, 32, scale=50.0), [40], FP32)
     [output] = run(sequences, instruction_set, whole([40]))
     torch.testing.assert_close(output.double(), sequences.expected(0), rtol=0, atol=1e-2)
 

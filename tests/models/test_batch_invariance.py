@@ -155,6 +155,14 @@ def test_those_of_the_prompt_are_too(checkpoint: CheckpointFactory, way: Callabl
     assert len(expected[1]) == NUM_PROMPT_TOKENS - 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("way", WAYS)
+def test_so_they_are_with_a_cache_of_bytes(checkpoint: CheckpointFactory, way: Callable[..., EngineDriver], dtype: str):
+    folder = checkpoint("gemma3_text")
+    settings = {"dtype": dtype, "kv_cache_dtype": "int8"}
+    assert told(way(folder, **settings), prompt_logprobs=2) == told(alone(folder, **settings), prompt_logprobs=2)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_seeded_answers_are_too(checkpoint: CheckpointFactory, way: Callable[..., EngineDriver]):
     folder = checkpoint("qwen3")
@@ -227,7 +235,7 @@ def test_a_seeded_answer_is_the_same_in_another_process_and_in_another_batch(che
 
 @pytest.mark.parametrize("settings", [{"attention_backend": "reference"}, {"enforce_eager": True}])
 def test_where_it_cannot_be_promised_the_engine_does_not_start(checkpoint: CheckpointFactory, settings: dict[str, Any]):
-    with pytest.raises(ValueError, match="batch_invariant needs the compiled CPU kernels"):
+    with pytest.raises(ValueError, match="batch_invariant=True needs the compiled CPU kernels"):
         new_driver(checkpoint("llama"), **settings)
 
 

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from services.text_engine.attention.cpu_backend import CpuAttention
 from services.text_engine.attention.interface import AttentionBackend, AttentionShape
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.attention.triton_backend import TritonAttention
 from services.text_engine.core.host_blocks import BlockCopy
+from services.text_engine.kernels.kv_layout import KVFormat
 from services.text_engine.runner import loading
 from services.text_engine.runner.host_tier import HostTier
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
+from tests.kernels.native_libraries import INSTRUCTION_SETS, native_library
 
 CPU = torch.device("cpu")
 
@@ -63,10 +66,11 @@ def test_conversations_in_turns_find_their_beginnings_again(folder: Path, backen
 
 
 @pytest.mark.parametrize("kv_cache_format", ["auto", "int8"])
-def test_blocks_of_every_layout_come_back_as_they_were(kv_cache_format: str):
+def test_blocks_of_every_layout_come_back_as_they_were(kv_cache_format: KVFormat):
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     backends: list[AttentionBackend] = [
-        TorchReferenceAttention(torch.float32, CPU),
+        TorchReferenceAttention(torch.float32, CPU, kv_cache_format=kv_cache_format),
+        CpuAttention(native_library(next(iter(INSTRUCTION_SETS))), torch.float32, kv_cache_format=kv_cache_format),
         TritonAttention(torch.float32, CPU, max_num_seqs=2, kv_cache_format=kv_cache_format),
     ]
     for backend in backends:

@@ -1,7 +1,7 @@
 """Attention on the CPU: compiled kernels that read the paged KV cache in place. The algorithm: native/attention.cpp.
 
 A token's result is the same bit for bit whatever else is in the batch, however its prompt was chunked and however many
-threads work.
+threads work; with a cache of bytes too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
+from services.text_engine.kernels.kv_layout import KVFormat
 from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import ELEMENT_TYPES, NativeLibrary
 
@@ -23,6 +24,7 @@ BLOCK_SIZE = 16
 # The kernels step through a head in vectors of 16 elements; other heads are padded with zeros, which change no sum.
 HEAD_DIM_MULTIPLE = 16
 MAX_HEAD_DIM = 256
+STEP_BYTES = 4
 
 
 class AttentionCall(ctypes.Structure):
@@ -59,26 +61,36 @@ class AttentionCall(ctypes.Structure):
 
 
 class CpuAttention:
-    """Satisfies `AttentionBackend` for bf16 and fp32 tensors."""
+    """Satisfies `AttentionBackend` for bf16 and fp32 tensors.
+
+    kv_cache_format  "auto": the tensors' dtype; "int8": bytes, with a step for each head of each token
+    """
 
     kv_block_dim = 0
 
-    def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype, *, kv_cache_format: KVFormat = "auto") -> None:
         if dtype not in ELEMENT_TYPES:
             raise ValueError(f"CPU attention works in {', '.join(map(str, ELEMENT_TYPES))}, not in {dtype}")
+        if kv_cache_format == "fp8":
+            raise ValueError("CPU attention keeps keys and values in their own dtype or in int8, not in fp8")
+        self._is_int8 = kv_cache_format == "int8"
         self._attend = library.attend
         self._rotary = NativeKernels(library).rotary
         self._dtype = dtype
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, shape: AttentionShape) -> torch.Tensor:
-        """[num_blocks, num_kv_heads, 2, 16 * head_dim]: a block's keys, then its values, in the kernels' order."""
+        """A block's keys and values of each head, in the kernels' order: native/plain_cache.h and native/int8_cache.h.
+
+        [num_blocks, num_kv_heads, 2 * 16 * head_dim] elements, or as many bytes and the 2 * 16 steps behind the keys
+        """
         if block_size != BLOCK_SIZE:
             raise ValueError(f"CPU attention takes KV blocks of {BLOCK_SIZE} tokens, not {block_size}")
         head_dim = padded_head_dim(shape.head_dim)
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"CPU attention takes heads of up to {MAX_HEAD_DIM} dimensions, not {shape.head_dim}")
-        size = (num_blocks, shape.num_kv_heads, 2, BLOCK_SIZE * head_dim)
-        return huge_page_zeros(math.prod(size), self._dtype).view(size)
+        num_elements = 2 * BLOCK_SIZE * (head_dim + STEP_BYTES if self._is_int8 else head_dim)
+        size = (num_blocks, shape.num_kv_heads, num_elements)
+        return huge_page_zeros(math.prod(size), torch.uint8 if self._is_int8 else self._dtype).view(size)
 
     def attend(
         self,
@@ -97,7 +109,8 @@ class CpuAttention:
         num_tokens, num_heads, head_dim = query.shape
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         assert query_strides[2] == key_strides[2] == value_strides[2] == 1
-        assert query.dtype == key.dtype == value.dtype == kv_cache.dtype == self._dtype
+        assert query.dtype == key.dtype == value.dtype == self._dtype
+        assert kv_cache.dtype == (torch.uint8 if self._is_int8 else self._dtype)
         output = torch.empty((num_tokens, num_heads * head_dim), dtype=self._dtype)
         call = AttentionCall(
             query=query.data_ptr(),
@@ -127,7 +140,7 @@ class CpuAttention:
             scale=shape.scale,
             soft_cap=shape.soft_cap or 0.0,
         )
-        self._attend(ELEMENT_TYPES[self._dtype], ctypes.byref(call))
+        self._attend(ELEMENT_TYPES[self._dtype], self._is_int8, ctypes.byref(call))
         if padding:
             output = output.view(num_tokens, num_heads, head_dim)[..., : shape.head_dim].flatten(1)
         return output

@@ -6,21 +6,34 @@ import torch
 
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
 from services.text_engine.kernels import reference
+from services.text_engine.kernels.kv_layout import KVFormat
+
+STEP_BYTES = 4
 
 
 class TorchReferenceAttention:
-    """Satisfies `AttentionBackend`. Gathers a sequence's keys and values, then one fp32 softmax over all scores."""
+    """Satisfies `AttentionBackend`. Gathers a sequence's keys and values, then one fp32 softmax over all scores.
+
+    kv_cache_format  "auto": dtype; "int8": bytes, see `reference.quantize_heads`
+    """
 
     kv_block_dim = 1
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, kv_cache_format: KVFormat = "auto") -> None:
+        if kv_cache_format == "fp8":
+            raise ValueError("this attention keeps keys and values in their own dtype or in int8, not in fp8")
         self._dtype = dtype
         self._device = device
+        self._is_int8 = kv_cache_format == "int8"
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, shape: AttentionShape) -> torch.Tensor:
-        """[2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values."""
-        size = (2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        return torch.zeros(size, dtype=self._dtype, device=self._device)
+        """[2, num_blocks, block_size, num_kv_heads, row]: keys, then values.
+
+        A row is head_dim elements; in int8 head_dim bytes, up to three for nothing, and an fp32 step.
+        """
+        row = -(-shape.head_dim // STEP_BYTES) * STEP_BYTES + STEP_BYTES if self._is_int8 else shape.head_dim
+        size = (2, num_blocks, block_size, shape.num_kv_heads, row)
+        return torch.zeros(size, dtype=torch.uint8 if self._is_int8 else self._dtype, device=self._device)
 
     def attend(
         self,
@@ -40,23 +53,31 @@ class TorchReferenceAttention:
         starts = metadata.cu_seqlens_q.tolist()
         for i, seq_len in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[i], starts[i + 1])
-            keys = _gather(kv_cache[0], metadata.block_tables[i], seq_len)
-            values = _gather(kv_cache[1], metadata.block_tables[i], seq_len)
+            keys, values = (_gather(cache, metadata.block_tables[i], seq_len, shape.head_dim) for cache in kv_cache)
             visible = _visible(seq_len, rows, shape, metadata)
             output[rows] = _attend_one(query[rows].float(), keys, values, visible, shape).to(query.dtype)
         return output.flatten(1)
 
 
 def _store(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """new [num_tokens, num_kv_heads, head_dim] into cache [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """new [num_tokens, num_kv_heads, head_dim] into cache [num_blocks, block_size, num_kv_heads, row]."""
     stored = slot_mapping >= 0
-    cache.flatten(0, 1)[slot_mapping[stored]] = new[stored].to(cache.dtype)
+    slots, new = slot_mapping[stored], new[stored]
+    if cache.dtype != torch.uint8:
+        cache.flatten(0, 1)[slots] = new.to(cache.dtype)
+        return
+    quants, steps = reference.quantize_heads(new)
+    cache.flatten(0, 1)[slots, :, : new.shape[-1]] = quants
+    cache.view(torch.float32).flatten(0, 1)[slots, :, -1:] = steps
 
 
-def _gather(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
+def _gather(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int, head_dim: int) -> torch.Tensor:
     """The first seq_len positions of one sequence -> [seq_len, num_kv_heads, head_dim] fp32."""
     num_blocks = -(-seq_len // cache.shape[1])
-    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len].float()
+    rows = cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
+    if cache.dtype != torch.uint8:
+        return rows.float()
+    return (rows[..., :head_dim].float() - 128) * rows.view(torch.float32)[..., -1:]
 
 
 def _visible(seq_len: int, rows: slice, shape: AttentionShape, metadata: AttentionMetadata) -> torch.Tensor:

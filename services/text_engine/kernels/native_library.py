@@ -36,7 +36,7 @@ class NativeLibrary:
             entry.argtypes, entry.restype = arguments, returns
             return entry  # type: ignore[no-any-return]
 
-        self.attend = function("attend", c_int32, c_void_p)
+        self.attend = function("attend", c_int32, c_int32, c_void_p)
         self.rms_norm = function("rms_norm", c_int32, *[c_void_p] * 3, *[c_int64] * 3, c_float, c_int32)
         self.add_rms_norm = function("add_rms_norm", c_int32, *[c_void_p] * 3, *[c_int64] * 2, c_float, c_int32)
         self.rotary = function("rotary", c_int32, *[c_void_p] * 3, c_int64, c_int32, c_int32, *[c_int64] * 5, c_int32)

@@ -60,6 +60,19 @@ def merge_rows(
     return hidden.index_copy(0, token_index[wanted].long(), rows[row_index[wanted].long()].to(hidden.dtype))
 
 
+def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys or values as an int8 cache keeps them: x is step * (byte - 128), a head's largest magnitude 127 steps.
+
+    x        [..., head_dim]
+    returns  bytes [..., head_dim] uint8 and steps [..., 1] fp32, NaN where an element of the head is not finite
+    """
+    x = x.float()
+    magnitude = x.abs().amax(-1, keepdim=True)
+    magnitude = magnitude.masked_fill(~torch.isfinite(magnitude), torch.nan)
+    inverse = torch.where(magnitude > 1e-30, magnitude.new_tensor(127) / magnitude, 0.0)  # a division, rounded once
+    return ((x * inverse).round().nan_to_num() + 128).to(torch.uint8), magnitude / 127
+
+
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """What a quantized matrix stands for, fp32 [out_features, in_features], in the layer's order of inputs."""
     if isinstance(weight, Int8Weight):

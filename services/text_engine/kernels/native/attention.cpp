@@ -1,10 +1,7 @@
 // Causal attention (images may see themselves whole) over a paged KV cache, for a ragged mix of decode rows and prefill chunks.
 //
-// The cache, per block of 16 slots and KV head, in lanes (see simd.h):
-//     keys    [head_dim / PER_LANE][16 slots]      one load holds the same dimension(s) of 16 keys
-//     values  [16 / PER_LANE slots][head_dim]      one load holds 16 dimensions of the same slot(s)
-// so both products are the same register-blocked loop, a broadcast query or weight lane times loaded vectors, with no
-// horizontal sums, no transposition and no copy out of the cache.
+// The cache is in the model's type (plain_cache.h) or in bytes (int8_cache.h), which say how it lies in memory and
+// multiply it.
 //
 // Each (token, query head) is one *vector*. Positions are cut into tiles of 256, counted from position 0. A tile's
 // weights are taken against the tile's own maximum and its output is merged into the running result in tile order.
@@ -15,7 +12,8 @@
 #include <memory>
 #include <vector>
 
-#include "attention_tile.h"
+#include "int8_cache.h"
+#include "plain_cache.h"
 
 namespace diptych {
 
@@ -24,7 +22,7 @@ struct AttentionCall {
     const void* query;  // [num_tokens, num_heads, head_dim]
     const void* key;    // [num_tokens, num_kv_heads, head_dim]
     const void* value;
-    void* kv_cache;  // [num_blocks, num_kv_heads, 2, 16 * head_dim], keys then values, each laid out as above
+    void* kv_cache;  // [num_blocks, num_kv_heads, block_words]: see plain_cache.h and int8_cache.h
     void* output;    // [num_tokens, num_heads * head_dim], contiguous
     const int32_t* cu_seqlens_q;
     const int32_t* seq_lens;
@@ -63,7 +61,7 @@ struct Item {
     int64_t partials = -1;  // offset of one Partial per tile where several items share these vectors; -1: sole owner
 };
 
-template <class Element>
+template <class Element, class Cache>
 class Attention {
     using Scalar = typename Element::Scalar;
 
@@ -161,36 +159,32 @@ class Attention {
     const int32_t* block_table(const Item& item) const {
         return call_.block_tables + item.seq * call_.block_table_stride;
     }
-    Scalar* cached_keys(int64_t block, int kv_head) const {
-        return (Scalar*)call_.kv_cache + (block * call_.num_kv_heads + kv_head) * 2 * BLOCK * head_dim_;
+    int32_t* cached_keys(int64_t block, int kv_head) const {
+        return (int32_t*)call_.kv_cache + (block * call_.num_kv_heads + kv_head) * Cache::block_words(head_dim_);
     }
-    Scalar* cached_values(int64_t block, int kv_head) const { return cached_keys(block, kv_head) + BLOCK * head_dim_; }
+    int32_t* cached_values(int64_t block, int kv_head) const {
+        return cached_keys(block, kv_head) + Cache::values_offset(head_dim_);
+    }
 
     void store_token(int token) const {
-        constexpr int PER_LANE = Element::PER_LANE;
         const int64_t slot = call_.slot_mapping[token];
         if (slot < 0) return;
-        const int64_t block = slot / BLOCK;
-        const int offset = (int)(slot % BLOCK);
         for (int kv_head = 0; kv_head < call_.num_kv_heads; ++kv_head) {
-            auto* key = (const int32_t*)((const Scalar*)call_.key + token * call_.key_token_stride +
-                                         kv_head * call_.key_head_stride);
-            auto* keys = (int32_t*)cached_keys(block, kv_head) + offset;
-            for (int lane = 0; lane < head_dim_ / PER_LANE; ++lane) keys[lane * BLOCK] = key[lane];
-            // Element by element: the other half of a lane is another token's, perhaps being stored by another thread.
-            auto* value = (const Scalar*)call_.value + token * call_.value_token_stride +
-                          kv_head * call_.value_head_stride;
-            auto* values = cached_values(block, kv_head) + offset / PER_LANE * PER_LANE * head_dim_ + offset % PER_LANE;
-            for (int d = 0; d < head_dim_; ++d) values[d * PER_LANE] = value[d];
+            auto* key = (const Scalar*)call_.key + token * call_.key_token_stride + kv_head * call_.key_head_stride;
+            auto* value =
+                (const Scalar*)call_.value + token * call_.value_token_stride + kv_head * call_.value_head_stride;
+            Cache::store_token(cached_keys(slot / BLOCK, kv_head), (int)(slot % BLOCK), key, value, head_dim_);
         }
     }
 
     // `next_item` is the one this thread will probably take next.
     void attend(const Item& item, const Item& next_item, float* partials) const {
+        typename Cache::Queries queries;
+        for (int v = 0; v < item.num_vectors; ++v) queries.set(v, query(item, v), head_dim_);
         if (item.partials >= 0) {
             for (int tile = item.first_tile; tile < item.last_tile; ++tile) {
                 Partial partial(partials + partial_offset(item, tile), item.num_vectors);
-                attend_tile(item, tile, next_item, partial);
+                attend_tile(item, tile, next_item, queries, partial);
             }
             return;
         }
@@ -199,7 +193,7 @@ class Attention {
         Partial total(total_memory, item.num_vectors), partial(tile_memory, item.num_vectors);
         clear(total, item.num_vectors, head_dim_);
         for (int tile = item.first_tile; tile < item.last_tile; ++tile) {
-            attend_tile(item, tile, next_item, partial);
+            attend_tile(item, tile, next_item, queries, partial);
             merge(total, partial, item.num_vectors, head_dim_);
         }
         write_output(item, total);
@@ -221,12 +215,13 @@ class Attention {
         return item.partials + (tile - item.first_tile) * Partial::size(item.num_vectors, head_dim_);
     }
 
-    // Where the operands of one tile are. Keys and values end with what is to be fetched ahead: see attention_tile.h.
+    // Where the keys and values of one tile are. Blocks lie anywhere in memory, out of reach of the hardware's own
+    // prefetching. So each product fetches, step by step, what lies COLUMNS pointers further on, and the pointers end
+    // with what will be read next.
     struct Operands {
         static constexpr int COLUMNS_PER_BLOCK = BLOCK / WIDTH;
 
         int first_block, num_blocks;
-        const int32_t* queries[MAX_VECTORS];
         const int32_t* keys[TILE_BLOCKS * COLUMNS_PER_BLOCK + COLUMNS];
         const int32_t* values[TILE_BLOCKS + COLUMNS];
         alignas(64) int32_t tail[BLOCK * MAX_HEAD_DIM];
@@ -234,18 +229,17 @@ class Attention {
 
     void find_operands(const Item& item, int tile, const Item& next_item, Operands& found) const {
         constexpr int PER_BLOCK = Operands::COLUMNS_PER_BLOCK;
-        const int last_vector = item.num_vectors - 1;
-        const int last_block = std::min((tile + 1) * TILE_BLOCKS, last_visible(item, last_vector) / BLOCK + 1);
+        const int last_visible_block = last_visible(item, item.num_vectors - 1) / BLOCK;
+        const int last_block = std::min((tile + 1) * TILE_BLOCKS, last_visible_block + 1);
         found.first_block = std::max(tile * TILE_BLOCKS, first_visible(item, 0) / BLOCK);
         found.num_blocks = last_block - found.first_block;
-        for (int v = 0; v <= last_vector; ++v) found.queries[v] = query(item, v);
         const int32_t* table = block_table(item);
         for (int b = 0; b < found.num_blocks; ++b) {
             const int32_t block = table[found.first_block + b];
             for (int c = 0; c < PER_BLOCK; ++c) {
-                found.keys[b * PER_BLOCK + c] = (const int32_t*)cached_keys(block, item.kv_head) + c * WIDTH;
+                found.keys[b * PER_BLOCK + c] = cached_keys(block, item.kv_head) + c * WIDTH;
             }
-            found.values[b] = (const int32_t*)cached_values(block, item.kv_head);
+            found.values[b] = cached_values(block, item.kv_head);
         }
 
         // The keys are followed by the values, those by the keys of the next tile or item.
@@ -256,26 +250,27 @@ class Attention {
         for (int i = 0; i < COLUMNS; ++i) {
             const int32_t block = block_table(next)[std::min(next_block + i, final_block)];
             found.keys[found.num_blocks * PER_BLOCK + i] = found.values[std::min(i, found.num_blocks - 1)];
-            found.values[found.num_blocks + i] = (const int32_t*)cached_keys(block, next.kv_head);
+            found.values[found.num_blocks + i] = cached_keys(block, next.kv_head);
         }
 
         const int seq_len = call_.seq_lens[item.seq];
-        if (last_block * BLOCK > seq_len) {
+        if (Cache::NEEDS_ZEROS && last_block * BLOCK > seq_len) {
             const int32_t*& last_values = found.values[found.num_blocks - 1];
-            copy_used(found.tail, last_values, seq_len % BLOCK);
+            Cache::copy_used(found.tail, last_values, seq_len % BLOCK, head_dim_);
             last_values = found.tail;
         }
     }
 
-    void attend_tile(const Item& item, int tile, const Item& next_item, Partial& result) const {
+    void attend_tile(const Item& item, int tile, const Item& next_item, const typename Cache::Queries& queries,
+                     Partial& result) const {
         Operands operands;
         find_operands(item, tile, next_item, operands);
         const int count = item.num_vectors, num_slots = operands.num_blocks * BLOCK;
         alignas(64) float scores[MAX_VECTORS * TILE];
 
         for_each_register_block(count, num_slots / WIDTH, [&](int v, int column, auto r, auto n) {
-            score<Element, r(), n()>(operands.queries + v, operands.keys + column, head_dim_ / Element::PER_LANE,
-                                     scores + v * TILE + column * WIDTH);
+            Cache::template score<r(), n()>(queries, v, operands.keys + column, head_dim_,
+                                            scores + v * TILE + column * WIDTH);
         });
         float scale = call_.scale;
         if (call_.soft_cap) {
@@ -288,22 +283,15 @@ class Attention {
             const int first = first_visible(item, v) - start, end = last_visible(item, v) + 1 - start;
             result.max[v] = mask_and_max(scores + v * TILE, num_slots, first, end) * scale;
         }
+        typename Cache::Weights weights;
         for (int v = 0; v < count; ++v) {
-            result.sum[v] = exponentiate<Element>(scores + v * TILE, num_slots, scale, result.max[v]);
+            result.sum[v] = weights.set(v, scores + v * TILE, num_slots, scale, result.max[v], operands.values);
         }
         for_each_register_block(count, head_dim_ / WIDTH, [&](int v, int vector, auto r, auto n) {
             const int dim = vector * WIDTH;
-            weigh<Element, r(), n()>(scores + v * TILE, operands.values, operands.num_blocks, head_dim_, dim,
-                                     result.output + v * head_dim_ + dim);
+            Cache::template weigh<r(), n()>(weights, scores, v, operands.values, operands.num_blocks, head_dim_, dim,
+                                            result.output + v * head_dim_ + dim);
         });
-    }
-
-    // A block's values with its unused slots zeroed: they may hold anything, and 0 * NaN is NaN.
-    void copy_used(int32_t* target, const int32_t* values, int num_used) const {
-        const int full = num_used / Element::PER_LANE * head_dim_;
-        const int partial = num_used % Element::PER_LANE * head_dim_;
-        std::fill_n(std::copy_n(values, full, target), BLOCK / Element::PER_LANE * head_dim_ - full, 0);
-        for (int i = full; i < full + partial; ++i) target[i] = values[i] & 0xffff;
     }
 
     int64_t row(const Item& item, int vector) const {
@@ -312,9 +300,9 @@ class Attention {
     int64_t head(const Item& item, int vector) const {
         return item.kv_head * group_ + (item.first_vector + vector) % group_;
     }
-    const int32_t* query(const Item& item, int vector) const {
-        return (const int32_t*)((const Scalar*)call_.query + row(item, vector) * call_.query_token_stride +
-                                head(item, vector) * call_.query_head_stride);
+    const Scalar* query(const Item& item, int vector) const {
+        return (const Scalar*)call_.query + row(item, vector) * call_.query_token_stride +
+               head(item, vector) * call_.query_head_stride;
     }
 
     void write_output(const Item& item, const Partial& total) const {
@@ -338,6 +326,15 @@ class Attention {
 }  // namespace
 }  // namespace diptych
 
-DIPTYCH_EXPORT void diptych_attend(int32_t element_type, const diptych::AttentionCall* call) {
-    diptych::with_element(element_type, [&](auto element) { diptych::Attention<decltype(element)>(*call).run(); });
+// is_int8: of the cache
+DIPTYCH_EXPORT void diptych_attend(int32_t element_type, int32_t is_int8, const diptych::AttentionCall* call) {
+    using namespace diptych;
+    with_element(element_type, [&](auto element) {
+        using Element = decltype(element);
+        if (is_int8) {
+            Attention<Element, Int8Cache<Element>>(*call).run();
+        } else {
+            Attention<Element, PlainCache<Element>>(*call).run();
+        }
+    });
 }

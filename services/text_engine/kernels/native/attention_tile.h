@@ -1,5 +1,5 @@
-// The arithmetic of attention for a tile of positions: scores, their softmax weights, weighted values, and the merge of
-// two tiles' results. attention.cpp decides which vectors meet which tiles, and where those are.
+// Softmax over a tile of positions, and the merge of two tiles' results. The products are the cache's: plain_cache.h and
+// int8_cache.h. attention.cpp decides which vectors meet which tiles, and where those are.
 #pragma once
 
 #include <algorithm>
@@ -15,47 +15,6 @@ constexpr int TILE = BLOCK * TILE_BLOCKS;
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MAX_VECTORS = 48;  // per work item: its scores, 48 x 256 fp32, live in the first- and second-level cache
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-// ---- the two products -------------------------------------------------------------------------------------------
-
-// Blocks lie anywhere in memory, out of reach of the hardware's own prefetching. So each product fetches, step by step,
-// what lies COLUMNS pointers further on: its callers end the pointer arrays with what will be read next.
-
-// scores[r][n * WIDTH + i] = queries[r] . key i of column n; a column is WIDTH slots of one block.
-template <class Element, int R, int N>
-inline void score(const int32_t* const* queries, const int32_t* const* columns, int num_lanes, float* scores) {
-    F32 sums[R][N] = {};
-    for (int lane = 0; lane < num_lanes; ++lane) {
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) __builtin_prefetch(columns[n + COLUMNS] + lane * BLOCK);
-        accumulate<Element>(
-            sums, [&](int r) { return queries[r][lane]; },
-            [&](int n) { return load<I32>(columns[n] + lane * BLOCK); });
-    }
-    store_block(sums, scores, TILE);
-}
-
-// output[r][0 : N * WIDTH] = weights[r] . values[dim : dim + N * WIDTH], over the slots of `num_blocks` blocks.
-template <class Element, int R, int N>
-inline void weigh(const float* weights, const int32_t* const* values, int num_blocks, int head_dim, int dim,
-                  float* output) {
-    constexpr int LANES = BLOCK / Element::PER_LANE;
-    F32 sums[R][N] = {};
-    for (int block = 0; block < num_blocks; ++block) {
-        const int32_t* block_weights = (const int32_t*)weights + block * LANES;
-        const int32_t* block_values = values[block] + dim;
-        const int32_t* later_values = values[block + COLUMNS] + dim;
-        for (int lane = 0; lane < LANES; ++lane) {
-            prefetch<N>(later_values + lane * head_dim);
-            accumulate<Element>(
-                sums, [&](int r) { return block_weights[r * TILE + lane]; },
-                [&](int n) { return load<I32>(block_values + lane * head_dim + n * WIDTH); });
-        }
-    }
-    store_block(sums, output, head_dim);
-}
-
-// ---- softmax ----------------------------------------------------------------------------------------------------
 
 // What some positions contribute to each of several vectors: softmax's maximum (base 2) and sum, the unnormalized output.
 struct Partial {
@@ -96,20 +55,6 @@ inline void cap(float* scores, int num_slots, float scale, float soft_cap) {
         const F32 power = exp2(x * splat(-2 * 1.44269504f));
         store(scores + slot, splat(soft_cap) * ((splat(1.0f) - power) / (splat(1.0f) + power)));
     }
-}
-
-// Turns scores into weights 2^(score * scale - max), in place and in the cache's element type, and returns their sum.
-template <class Element>
-inline float exponentiate(float* scores, int num_slots, float scale, float max) {
-    const F32 minus_max = splat(max == NOTHING ? 0.0f : -max);
-    auto* weights = (typename Element::Scalar*)scores;
-    F32 sums = {};
-    for (int slot = 0; slot < num_slots; slot += WIDTH) {
-        const F32 weight = exp2(fma(load<F32>(scores + slot), splat(scale), minus_max));
-        Element::narrow(weights + slot, weight);
-        sums += weight;
-    }
-    return reduce_sum(sums);
 }
 
 inline void merge(Partial& total, const Partial& tile, int num_vectors, int head_dim) {

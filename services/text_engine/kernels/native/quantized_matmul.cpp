@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "quantize.h"
 #include "register_block.h"
 
 namespace diptych {
@@ -28,8 +29,6 @@ constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 2;
 constexpr int PANEL = BLOCK_COLUMNS * WIDTH;
 // As in matmul.cpp.
 constexpr int64_t PARALLEL_WORK = 1 << 18;
-
-typedef int8_t I8 __attribute__((vector_size(WIDTH)));
 
 // sum + the products of the four unsigned bytes of each lane of a with the four signed ones of b
 inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
@@ -94,25 +93,16 @@ struct QuantizedRows {
 
     template <class Element, int ZERO>
     void quantize_block(int64_t block, const typename Element::Scalar* x) {
-        F32 largest = {}, nothing = {};
-        for (int i = 0; i < block_size; i += WIDTH) {
-            const F32 value = Element::widen(x + i);
-            largest = max(largest, max(value, -value));
-            nothing += value - value;
-        }
-        // Neither NaN nor infinity can be rounded: the scale carries them on.
-        const float magnitude = reduce_max(largest) + reduce_sum(nothing);
-        const F32 inverse = splat(magnitude > 1e-30f ? 127.0f / magnitude : 0.0f);
-        const F32 magic = splat(12582912.0f);  // rounds to a whole number, which the low bits then hold
+        const float magnitude = magnitude_of<Element>(x, (int)block_size);
+        const F32 inverse = splat(inverse_step(magnitude, 127.0f));
         int8_t* target = (int8_t*)lanes.data() + block * block_size;
         I32 sums = {};
         for (int i = 0; i < block_size; i += WIDTH) {
-            const I32 rounded = (I32)(Element::widen(x + i) * inverse + magic) - (I32)magic;
+            const I32 rounded = round_to_whole(Element::widen(x + i) * inverse);
             sums += rounded;
             store(target + i, __builtin_convertvector(rounded, I8));
         }
-        int32_t sum = 0;
-        for (int i = 0; i < WIDTH; ++i) sum += sums[i];
+        const int32_t sum = reduce_sum(sums);
         const float scale = magnitude / 127.0f, weighted = (float)sum * scale;
         scales[block] = scale;
         if (ZERO) {
