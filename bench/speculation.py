@@ -1,14 +1,16 @@
-"""What speculative decoding gains and costs: `python -m bench.speculation FOLDER [--batch 1,8,32] [--lengths 4,8,12]`.
+"""What speculative decoding gains and costs: `python -m bench.speculation FOLDER [--draft-model FOLDER] [--batch 1,8]`.
 
 One engine in this process, no HTTP, greedy, EOS ignored. Two kinds of prompts: one whose answer repeats it, and one
 whose answer repeats as little as the model manages. Runs with and without drafts take turns, on one engine, so that a
 busy machine slows both down; the medians and their ratio are printed, with how many drafted tokens held. The answers
-of both must be equal, or it says so and ends with status 1.
+of both must be equal, or it says so and ends with status 1. With a draft model, look-up alone is compared with look-up
+and the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -21,6 +23,8 @@ from rich.table import Table
 
 from services.text_engine.build import BuiltEngine, build_engine
 from services.text_engine.config import TextEngineSettings
+from services.text_engine.core.batch import DraftMethod
+from services.text_engine.core.draft_model import DraftModelDrafter
 from services.text_engine.core.speculation import DraftCounts, PromptLookupDrafter
 from services.text_engine.engine import EngineRequest, TokenOutput
 from shared.sampling import SamplingParams
@@ -78,15 +82,18 @@ def fresh(rng: random.Random) -> str:
 
 
 TEXTS = {"repeats its prompt": repeating, "repeats little": fresh}
+COLUMNS = ("text", "batch", "guesses by", "longest draft", "without, tok/s", "with, tok/s", "ratio", "held of drafted")
+
+AnyDrafter = PromptLookupDrafter | DraftModelDrafter
 
 
 @dataclass
 class Result:
-    """tokens_per_s of each run; held, drafted: tokens of all runs with drafts."""
+    """tokens_per_s of each run; counts of each run with drafts."""
 
     without: list[float] = field(default_factory=list)
     with_drafts: list[float] = field(default_factory=list)
-    counts: list[DraftCounts] = field(default_factory=list)
+    counts: list[dict[DraftMethod, DraftCounts]] = field(default_factory=list)
     num_different: int = 0
 
     @property
@@ -94,12 +101,14 @@ class Result:
         return statistics.median(self.with_drafts) / statistics.median(self.without)
 
     @property
-    def held(self) -> int:
-        return sum(counts.num_accepted_tokens for counts in self.counts)
-
-    @property
-    def drafted(self) -> int:
-        return sum(counts.num_draft_tokens for counts in self.counts)
+    def held(self) -> str:
+        """Of the tokens that each method drafted."""
+        words = []
+        for method in sorted({method for counts in self.counts for method in counts}):
+            of_method = [counts[method] for counts in self.counts if method in counts]
+            held = sum(counts.num_accepted_tokens for counts in of_method)
+            words.append(f"{method}: {held} of {sum(counts.num_draft_tokens for counts in of_method)}")
+        return ", ".join(words) or "none drafted"
 
 
 def prompts_of(built: BuiltEngine, kind: str, batch: int, salt: int) -> list[list[int]]:
@@ -128,9 +137,7 @@ def decode(built: BuiltEngine, prompts: list[list[int]], num_output: int) -> tup
     return num_tokens / (time.perf_counter() - started), answers
 
 
-def measure(
-    built: BuiltEngine, drafter: PromptLookupDrafter, kind: str, batch: int, num_output: int, reps: int
-) -> Result:
+def measure(built: BuiltEngine, drafter: AnyDrafter, kind: str, batch: int, num_output: int, reps: int) -> Result:
     scheduler = built.engine.scheduler
     result = Result()
     for rep in range(reps):
@@ -147,9 +154,19 @@ def measure(
     return result
 
 
+def drafters_of(built: BuiltEngine) -> dict[str, AnyDrafter]:
+    """By what to call them: look-up alone, and the engine's own where a model guesses too."""
+    drafter = built.engine.scheduler.drafter
+    if isinstance(drafter, DraftModelDrafter):
+        return {"look-up": drafter.lookup, "look-up and model": drafter}
+    assert isinstance(drafter, PromptLookupDrafter)
+    return {"look-up": drafter}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--draft-model", type=Path, default=None, help="folder of a smaller one of its vocabulary")
     parser.add_argument("--batch", default="1,8,32", help="sequences at once")
     parser.add_argument("--lengths", default=None, help="num_speculative_tokens to compare; default: the setting's")
     parser.add_argument("--output", type=int, default=192, help="tokens of each answer")
@@ -161,36 +178,39 @@ def main() -> None:
         model=options.folder,
         dtype=options.dtype,
         speculative="ngram",
+        speculative_model=options.draft_model,
         max_num_seqs=max(batches),
         enable_prefix_caching=False,
     )
     built = build_engine(settings, lambda _: None)
-    drafter = built.engine.scheduler.drafter
-    assert isinstance(drafter, PromptLookupDrafter)
+    drafters = drafters_of(built)
+    lookup = drafters["look-up"]
+    assert isinstance(lookup, PromptLookupDrafter)
     lengths = [settings.num_speculative_tokens]
     if options.lengths is not None:
         lengths = [int(part) for part in options.lengths.split(",")]
     console = Console(width=120)
-    console.print(f"{options.folder.name}; steps by their tokens: {drafter.costs}")
+    console.print(f"{options.folder.name}; steps by their tokens: {lookup.costs}")
+    if len(drafters) > 1:
+        console.print(f"{options.draft_model.name}, which guesses: {drafters['look-up and model'].costs}")
     table = Table()
-    for column in ("text", "batch", "longest draft", "without, tok/s", "with, tok/s", "ratio", "held of drafted"):
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column == "text" else "right")
     num_different = 0
-    for kind in TEXTS:
-        for batch in batches:
-            for length in lengths:
-                drafter.num_speculative_tokens = length
-                result = measure(built, drafter, kind, batch, options.output, options.reps)
-                num_different += result.num_different
-                table.add_row(
-                    kind,
-                    str(batch),
-                    str(length),
-                    f"{statistics.median(result.without):.0f}",
-                    f"{statistics.median(result.with_drafts):.0f}",
-                    f"{result.ratio:.2f}",
-                    f"{result.held} of {result.drafted}" if result.drafted else "none drafted",
-                )
+    for kind, batch, name, length in itertools.product(TEXTS, batches, drafters, lengths):
+        lookup.num_speculative_tokens = length
+        result = measure(built, drafters[name], kind, batch, options.output, options.reps)
+        num_different += result.num_different
+        table.add_row(
+            kind,
+            str(batch),
+            name,
+            str(length),
+            f"{statistics.median(result.without):.0f}",
+            f"{statistics.median(result.with_drafts):.0f}",
+            f"{result.ratio:.2f}",
+            result.held,
+        )
     console.print(table)
     if num_different:
         console.print(f"{num_different} answers differ with drafts from those without")

@@ -17,7 +17,7 @@ import torch
 
 from services.text_engine.build import BuiltEngine, build_engine
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.core.batch import Batch, SampledToken
+from services.text_engine.core.batch import Batch, Draft, SampledToken
 from services.text_engine.core.sequence import ImageSpan, Sequence
 from services.text_engine.engine import Engine, EngineOutput, EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from services.text_engine.metrics import EngineMetrics
@@ -90,7 +90,7 @@ class Rumours:
 
     def propose(
         self, sequences: AbstractSequence[Sequence], *, num_step_tokens: int, max_draft_tokens: int
-    ) -> dict[Sequence, list[int]]:
+    ) -> dict[Sequence, Draft]:
         drafts = {}
         for sequence in sequences:
             length = min(self._rng.randrange(6), sequence.max_draft_tokens, max_draft_tokens)
@@ -100,7 +100,7 @@ class Rumours:
             if draft and self._rng.random() < 0.5:
                 draft[self._rng.randrange(len(draft))] = self._rng.choice(VOCABULARY)
             if draft:
-                drafts[sequence] = draft
+                drafts[sequence] = Draft(draft, "ngram")
                 max_draft_tokens -= len(draft)
         return drafts
 

@@ -29,7 +29,7 @@ from tests.engine_invariants import check_engine
 
 @dataclass
 class Answer:
-    """Everything one request got."""
+    """Everything one request got. ended: the choices that are over"""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -37,6 +37,7 @@ class Answer:
     finished: RequestFinished | None = None
     error: DiptychError | None = None
     num_outputs: int = 0
+    ended: set[int] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
@@ -148,12 +149,13 @@ class EngineDriver:
         for output in outputs:
             answer = self.answers[output.request_id]
             if isinstance(output, TokenOutput):
-                assert answer.finish_reason is None or output.index > 0
+                assert output.index not in answer.ended
                 answer.token_ids += output.token_ids
                 answer.text += output.text
                 answer.num_outputs += 1
                 if output.finish is not None:
                     answer.finish_reason = output.finish.reason
+                    answer.ended.add(output.index)
             elif isinstance(output, RequestFinished):
                 answer.finished = output
             elif isinstance(output, RequestFailed):

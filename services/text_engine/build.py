@@ -17,13 +17,14 @@ from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.block_pool import BlockPool
 from services.text_engine.core.host_blocks import HostBlocks
+from services.text_engine.core.queue_limit import QueueLimit
 from services.text_engine.core.scheduler import Scheduler
-from services.text_engine.core.speculation import PromptLookupDrafter
+from services.text_engine.drafting import check_vocabulary, make_draft_runner, make_drafter
 from services.text_engine.embedding_store import EmbeddingStore
 from services.text_engine.engine import Engine, EngineRequest, RequestFailed
 from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.families import load_model_config
-from services.text_engine.models.sharding import Shard
+from services.text_engine.preflight import check_settings
 from services.text_engine.prompt import PromptBuilder
 from services.text_engine.runner.device_sampling import MAX_VOCAB_SIZE
 from services.text_engine.runner.grammar import GrammarCompiler
@@ -32,7 +33,6 @@ from services.text_engine.runner.loading import LoadedModel, load_model, rank_de
 from services.text_engine.runner.logits_processors import Vocabulary, load_logits_processors
 from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.sampler import Sampler
-from services.text_engine.runner.step_costs import measure_step_costs
 from services.text_engine.runner.tensor_parallel import Workers
 from services.text_engine.tokenizer import Tokenizer
 from shared.log import get_logger
@@ -73,11 +73,10 @@ def build_engine(
     on_failure  hears, from any thread, why the engine can never step again: a process that shares the model is gone
     Raises ValueError or OSError subclasses whose message says which setting or file is wrong.
     """
+    check_settings(settings)
     if settings.tensor_parallel_size == 1:
         return _build(settings, on_wanted, None)
-    # What is wrong with settings or checkpoint is said before any process is started.
-    Shard(0, settings.tensor_parallel_size).config(load_model_config(settings.model, settings.model_implementation))
-    rank_device(settings, 0)
+    rank_device(settings, 0)  # too few GPUs: said before any process is started
     workers = Workers(settings, on_failure)
     try:
         return _build(settings, on_wanted, workers)
@@ -90,22 +89,24 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
     started = time.monotonic()
     device = rank_device(settings, 0)
     config = load_model_config(settings.model, settings.model_implementation)
+    tokenizer = Tokenizer.load(settings.model)
+    check_vocabulary(settings, tokenizer)
     model = load_model(settings, config, device, None if workers is None else workers.join(device))
     plan = model.plan
     name = settings.served_model_name or settings.model.name
 
-    tokenizer = Tokenizer.load(settings.model)
     template = _template(settings.model, tokenizer)
     reasoning_format = _reasoning_format(settings, template)
     reasoning = None if reasoning_format is None else REASONING_MARKS[reasoning_format]
     if reasoning is not None:
         tokenizer = tokenizer.showing(reasoning.opening, reasoning.closing)
-    embeddings = EmbeddingStore(on_wanted)
+    embeddings = EmbeddingStore(on_wanted, max_idle_bytes=settings.max_idle_embedding_bytes)
     eos_token_ids = frozenset(config.eos_token_ids)
     vocab_size = min(tokenizer.vocab_size, config.vocab_size)
     banned = [] if config.image_token_id is None else [config.image_token_id]
     draw_tokens = model.parts.draw_tokens if vocab_size <= MAX_VOCAB_SIZE else None
     sampler = Sampler(vocab_size, [t for t in banned if t < vocab_size], eos_token_ids, draw_tokens)
+    draft = make_draft_runner(model, vocab_size=vocab_size, banned_ids=banned)
     runner = ModelRunner(
         model.forward_pass,
         sampler,
@@ -116,6 +117,7 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
         merge_rows=model.parts.merge_rows,
         workers=workers,
         host_tier=model.host_tier,
+        draft=draft,
     )
     blocks = BlockManager(
         BlockPool(plan.num_blocks),
@@ -150,15 +152,17 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
         ),
         vocab_size=vocab_size,
         max_model_len=plan.max_model_len,
-        max_waiting_requests=settings.max_waiting_requests,
-        max_queue_wait_s=settings.max_queue_wait_s,
+        queue=QueueLimit(
+            scheduler,
+            max_waiting_requests=settings.max_waiting_requests,
+            max_queue_wait_s=settings.max_queue_wait_s,
+        ),
         adapters=_adapters(name, settings, model),
     )
     log.info("warming up: a short answer, so that no request waits for what only the first one needs")
     for temperature in (0.0, 0.7) if device.type == "cuda" else (0.0,):  # a draw has kernels of its own there
         _warm_up(engine, temperature)
-    if settings.speculative == "ngram":
-        scheduler.drafter = _prompt_lookup(settings, runner, frozenset(banned))
+    scheduler.drafter = make_drafter(settings, runner, draft, blocks, banned_ids=banned)
     if workers is not None:
         workers.expect_steps_within(HANGING_AFTER_STEP_TIMEOUTS * settings.step_timeout_s)
     log.info("engine ready", model=name, seconds=round(time.monotonic() - started, 1))
@@ -172,12 +176,6 @@ def _adapters(name: str, settings: TextEngineSettings, model: LoadedModel) -> Ad
     if model.adapted is None:
         return Adapters(name)
     return Adapters(name, model.adapted.adapters, max_loras=settings.max_loras, first=model.adapted.first)
-
-
-def _prompt_lookup(settings: TextEngineSettings, runner: ModelRunner, banned: frozenset[int]) -> PromptLookupDrafter:
-    costs = measure_step_costs(runner, block_size=BLOCK_SIZE, max_num_tokens=settings.max_num_batched_tokens)
-    log.info("steps measured, by their tokens", costs=str(costs))
-    return PromptLookupDrafter(costs, num_speculative_tokens=settings.num_speculative_tokens, never_sampled=banned)
 
 
 def _warm_up(engine: Engine, temperature: float) -> None:

@@ -11,7 +11,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared.log import LogFormat
 from shared.reasoning import ReasoningFormat
 from shared.service_token import ServiceTokens
-from shared.settings import Names, RedisUrl, Size
+from shared.settings import Names, RedisUrl
+from shared.sizes import ByteSize, Size
+from shared.tls_settings import TlsCaFile, TlsCertFile, TlsKeyFile, TlsRequireClientCert, TlsServerName
 from shared.wire import ToolFormat
 
 
@@ -83,8 +85,8 @@ class TextEngineSettings(BaseSettings):
         192, ge=1, description="those of them for prompts while answers are being written; as many: no such limit"
     )
     max_waiting_requests: int = Field(1024, ge=1, description="queue bound; more are refused with 503")
-    max_queue_wait_s: float | None = Field(
-        None, gt=0, description="under lasting overload, whoever would wait longer to begin gets a 503; default: waits"
+    max_queue_wait_s: float = Field(
+        10.0, gt=0, description="under lasting overload, whoever would wait longer to begin gets a 503; inf: nobody"
     )
     kv_cache_memory: Size | None = Field(
         None, description="bytes for the KV cache, on each GPU, e.g. 2GiB; overrides gpu_memory_utilization"
@@ -96,7 +98,8 @@ class TextEngineSettings(BaseSettings):
         None, description="host memory for blocks that a GPU's cache has no room for, e.g. 16GiB; none: no copies"
     )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
-        "auto", description="number format of the KV cache; a byte a number holds twice the tokens; auto: the model's"
+        "auto",
+        description="number format of the KV cache; bytes hold twice the tokens, fp8 on GPUs only; auto: the model's",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory for weights and KV cache; on a CPU see kv_cache_memory"
@@ -113,12 +116,23 @@ class TextEngineSettings(BaseSettings):
     speculative: Literal["ngram", "off"] = Field(
         "ngram", description="ngram: guess tokens that repeat earlier text, where that pays; answers stay the same"
     )
+    speculative_model: Path | None = Field(
+        None, description="a smaller model of the same vocabulary, whose guesses are used too; default: none"
+    )
     num_speculative_tokens: int = Field(8, ge=1, le=15, description="tokens guessed at once for one answer, at most")
 
     service_token: ServiceTokens = ()
+    tls_cert_file: TlsCertFile = None
+    tls_key_file: TlsKeyFile = None
+    tls_ca_file: TlsCaFile = None
+    tls_require_client_cert: TlsRequireClientCert = False
+    tls_server_name: TlsServerName = None
     redis_url: RedisUrl = None
     redis_timeout_s: float = Field(0.3, gt=0, description="the most that one cache operation may add to a request")
     embedding_timeout_s: float = Field(60.0, gt=0, description="longest wait for one image's embedding")
+    max_idle_embedding_bytes: ByteSize = Field(
+        256 << 20, ge=0, description="embeddings kept in case a later request shows the same image"
+    )
     drain_timeout_s: float = Field(30.0, ge=0, description="time for running answers after SIGTERM")
     step_timeout_s: float = Field(30.0, gt=0, description="a step longer than this turns readiness off")
 

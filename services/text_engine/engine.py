@@ -15,7 +15,7 @@ import torch
 
 from services.text_engine.adapters import Adapter, Adapters
 from services.text_engine.core.batch import Batch, Logprobs, ScheduledSequence
-from services.text_engine.core.queue_wait import QueueWait
+from services.text_engine.core.queue_limit import QueueLimit
 from services.text_engine.core.scheduler import Scheduler, StepOutput
 from services.text_engine.core.sequence import ImageSpan, PromptLogprob, Sequence
 from services.text_engine.core.stopping import Finish
@@ -26,7 +26,7 @@ from services.text_engine.runner.logits_processors import LogitsProcessors
 from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.tensor_parallel import RankFailed
 from services.text_engine.tokenizer import Tokenizer
-from shared.errors import ContextTooLong, DiptychError, InvalidRequest, Overloaded
+from shared.errors import ContextTooLong, DiptychError, InvalidRequest
 from shared.hashing import digest
 from shared.log import get_logger
 from shared.reasoning import ReasoningStart
@@ -153,8 +153,7 @@ class Engine:
     """Continuous batching over one model.
 
     max_model_len         tokens of prompt and answer together
-    max_waiting_requests  more waiting sequences than this are refused with Overloaded
-    max_queue_wait_s      so is whoever would wait longer than this for the first step; None: nobody
+    queue                 who is refused with Overloaded
     """
 
     def __init__(
@@ -168,8 +167,7 @@ class Engine:
         *,
         vocab_size: int,
         max_model_len: int,
-        max_waiting_requests: int = 1024,
-        max_queue_wait_s: float | None = None,
+        queue: QueueLimit | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -180,9 +178,7 @@ class Engine:
         self.processors = processors
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.max_waiting_requests = max_waiting_requests
-        self.max_queue_wait_s = max_queue_wait_s
-        self.queue_wait = QueueWait()
+        self.queue = queue or QueueLimit(scheduler)
         self.adapters = adapters or Adapters("the model")
         self.num_steps = 0
         self.past_steps: deque[PastStep] = deque(maxlen=NUM_PAST_STEPS)
@@ -285,7 +281,7 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch.is_empty:
             return None
-        num_started = self._note_start(batch)
+        self._note_start(batch)
         try:
             sampled = self.runner.execute_model(batch)
         except RankFailed:
@@ -296,8 +292,7 @@ class Engine:
         self.num_steps += 1
         seconds = time.monotonic() - started
         self.past_steps.append(PastStep(self.num_steps, batch.scheduled, seconds))
-        num_queued = sum(sequence.awaited_image is None for sequence in self.scheduler.waiting)
-        self.queue_wait.note_step(seconds, num_started, num_queued)
+        self.queue.note_step(seconds)
         return outputs
 
     # --- the cache ------------------------------------------------------------------------------------------------
@@ -434,44 +429,16 @@ class Engine:
         if request.adapter is not None:
             self.adapters.find(request.adapter)
         self.processors.for_request(sampling.extra_args, request.token_ids)
-        self.check_queue(request.priority, sampling.n)
+        self.queue.check(request.priority, sampling.n)
         if sampling.constraint is not None:
             self.grammars.check(sampling.constraint, request.reasoning)
 
-    def check_queue(self, priority: int, num_choices: int = 1, num_preparing: int = 0) -> None:
-        """Raises Overloaded where the queue is full, or a request would wait too long in it: an answer that comes too
-        late costs as much as one in time, and makes everybody behind it late, too. Cheap, and any thread will do.
-
-        num_preparing   requests that have passed this check and will be queued before this one
-        """
-        num_waiting = len(self.scheduler.waiting)
-        if num_waiting + num_preparing + num_choices > self.max_waiting_requests:
-            raise Overloaded(
-                f"{num_waiting + num_preparing} requests are waiting; this server queues {self.max_waiting_requests}",
-                retry_after_s=2.0,
-            )
-        if self.max_queue_wait_s is None:
-            return
-        num_ahead = num_preparing
-        num_ahead += sum(s.awaited_image is None and s.priority <= priority for s in self.scheduler.waiting)
-        wait_s = self.queue_wait.seconds(num_ahead)
-        if wait_s > self.max_queue_wait_s:
-            raise Overloaded(
-                f"{num_ahead} requests are ahead, about {wait_s:.0f} s; this server lets nobody wait longer than "
-                f"{self.max_queue_wait_s:g} s",
-                retry_after_s=max(1.0, wait_s - self.max_queue_wait_s),
-            )
-
-    def _note_start(self, batch: Batch) -> int:
-        """How many requests begin with this batch."""
+    def _note_start(self, batch: Batch) -> None:
         now = time.monotonic()
-        num_started = 0
         for item in batch.scheduled:
             state = self._requests[item.sequence.request_id]
             if state.first_scheduled is None:
                 state.first_scheduled = now
-                num_started += 1
-        return num_started
 
     def _fail_batch(self, batch: Batch, error: Exception) -> list[EngineOutput]:
         if batch.copies:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.text_engine.build import BuiltEngine
+from services.text_engine.core.batch import DraftMethod
 from services.text_engine.core.scheduler import Scheduler
 from services.text_engine.core.speculation import DraftCounts
 from services.text_engine.engine import Engine, RequestFailed, RequestFinished, TokenOutput
@@ -49,6 +50,8 @@ class EngineMetrics:
         self.awaiting_image = gauge(
             "num_requests_waiting_for_image", "Waiting sequences that cannot start before an image's embedding is here"
         )
+        self.queue_wait = gauge("queue_wait_seconds", "Expected wait of a newcomer of priority 0, 0 where unknown")
+        self.refused = counter("requests_refused", "Requests refused because the queue is as long as it may be")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use by running sequences, 0 to 1")
         self.kv_cached = gauge("kv_cache_cached_perc", "Share of KV blocks kept for a later prefix hit, 0 to 1")
         self.kv_waste = gauge("kv_cache_waste_perc", "Allocated but unused KV slots over allocated ones, 0 to 1")
@@ -58,11 +61,14 @@ class EngineMetrics:
         self.generation_tokens = counter("generation_tokens", "Generated tokens")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self.drafts = counter("spec_decode_num_drafts", "Guesses at coming tokens that a step verified")
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens of such guesses")
-        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Those of them that held")
+        self.drafts = counter("spec_decode_num_drafts", "Guesses at coming tokens that a step verified", "method")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens of such guesses", "method")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Those of them that held", "method")
         self.accepted_per_position = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Those that held, by their place in the guess", "position"
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Those that held, by their place in the guess",
+            "method",
+            "position",
         )
         self.success = counter("request_success", "Finished choices", "finished_reason")
         self.failures = counter("request_failures", "Requests that ended with an error", "code")
@@ -142,6 +148,7 @@ class EngineMetrics:
         self._num_steps = engine.num_steps
         self.running.set(len(scheduler.running))
         self.waiting.set(len(scheduler.waiting))
+        self.queue_wait.set(engine.queue.wait_s(priority=0))
         self.awaiting_image.set(num_awaiting_image(scheduler))
         self.kv_usage.set(pool.num_referenced / pool.num_blocks)
         self.kv_cached.set(pool.num_cached / pool.num_blocks)
@@ -149,14 +156,15 @@ class EngineMetrics:
         self.preemptions.inc(scheduler.num_preemptions - self._num_preemptions)
         self.evictions.inc(pool.num_evictions - self._num_evictions)
         self._num_preemptions, self._num_evictions = scheduler.num_preemptions, pool.num_evictions
-        self._observe_drafts(scheduler.take_draft_counts())
+        for method, counts in scheduler.take_draft_counts().items():
+            self._observe_drafts(method, counts)
 
-    def _observe_drafts(self, counts: DraftCounts) -> None:
-        self.drafts.inc(counts.num_drafts)
-        self.draft_tokens.inc(counts.num_draft_tokens)
-        self.accepted_tokens.inc(counts.num_accepted_tokens)
+    def _observe_drafts(self, method: DraftMethod, counts: DraftCounts) -> None:
+        self.drafts.labels(method).inc(counts.num_drafts)
+        self.draft_tokens.labels(method).inc(counts.num_draft_tokens)
+        self.accepted_tokens.labels(method).inc(counts.num_accepted_tokens)
         for position, num_accepted in enumerate(counts.num_accepted_per_position):
-            self.accepted_per_position.labels(str(position)).inc(num_accepted)
+            self.accepted_per_position.labels(method, str(position)).inc(num_accepted)
 
     def observe_token(self, output: TokenOutput) -> None:
         """On the event loop, as are those below."""

@@ -168,11 +168,11 @@ def test_no_two_choices_of_tower_and_storage_share_a_key(checkpoint: CheckpointF
 
 def test_an_unknown_quantization_stops_the_start_and_names_the_right_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DIPTYCH_ENCODER_QUANTIZATION", "int4")
-    with pytest.raises(SettingsError, match=r"DIPTYCH_ENCODER_QUANTIZATION = 'int4'.*'none' or 'int8'"):
+    with pytest.raises(SettingsError, match=r"DIPTYCH_ENCODER_QUANTIZATION=int4 is not one of none, int8"):
         load_settings(VisionEncoderSettings, model=Path("any"))
 
 
 def test_int8_on_a_gpu_is_refused_before_anything_is_moved_there(checkpoint: CheckpointFactory):
     family = load_family(checkpoint("llava_clip_llama"))
-    with pytest.raises(ValueError, match="'int8', which is for CPUs"):
+    with pytest.raises(ValueError, match="quantization=int8 is for CPUs"):
         prepare_family(family, "int8", torch.device("cuda"), torch.float16)

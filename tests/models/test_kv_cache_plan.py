@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.text_engine.runner.kv_cache import KVCacheTooSmall, plan_kv_cache
-from shared.settings import parse_size
+from shared.settings import SettingRefused
+from shared.sizes import parse_size
 
 
 def plan(budget_blocks: int, max_model_len: int | None, **changes: int):
@@ -41,7 +42,7 @@ def test_no_more_is_taken_than_every_running_sequence_could_use():
 
 
 def test_a_limit_beyond_the_models_positions_is_refused():
-    with pytest.raises(KVCacheTooSmall, match="8192"):
+    with pytest.raises(SettingRefused, match="max_model_len=9000 is more than the 8192 tokens"):
         plan(10_000, 9000)
 
 

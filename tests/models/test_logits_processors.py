@@ -171,7 +171,7 @@ def test_arguments_are_refused_where_there_are_no_processors(folder: Path):
     "name", ["no_such_module:Class", f"{HERE}NoSuchClass", f"{HERE}Nameless", "no-such-entry-point", f"{HERE}PROMPT"]
 )
 def test_a_processor_that_cannot_be_had_stops_the_start_by_name(name: str):
-    with pytest.raises(ValueError, match=r"^logits_processors: ") as stopped:
+    with pytest.raises(ValueError, match=r"^logits_processors=") as stopped:
         load_logits_processors([name], vocabulary())
     assert name in str(stopped.value)
 

@@ -355,7 +355,7 @@ def test_files_that_are_missing_damaged_or_pickled_are_refused(llama: Path, tmp_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_modules": ("a=FOLDER", "a=FOLDER")}, "'a' is given twice"),
+        ({"lora_modules": ("a=FOLDER", "a=FOLDER")}, "the name 'a' twice"),
         ({"lora_modules": ("base=FOLDER",)}, "the model's own"),
         ({"lora_modules": ("a=FOLDER", "b=FOLDER"), "max_loras": 1}, "max_loras is 1"),
         ({"lora_modules": ("FOLDER",)}, "NAME=FOLDER"),

@@ -28,6 +28,7 @@ from services.text_engine.models.moe import GatedMlp, GatedProduct, MixtureOfExp
 from services.text_engine.models.quantization.on_the_fly import quantizer
 from services.text_engine.models.sharding import Shard
 from services.text_engine.models.weights import load_decoder, parameter_shapes
+from shared.settings import SettingRefused
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 from tests.models.oracle import CPU, load_oracle, load_ours, oracle_logits, prompt_tokens
@@ -167,7 +168,7 @@ def test_two_ranks_give_the_tokens_of_one(checkpoint: CheckpointFactory, tmp_pat
 
 def test_ranks_that_cannot_share_an_expert_are_refused(checkpoint: CheckpointFactory):
     config = load_model_config(checkpoint("qwen2_moe"))
-    with pytest.raises(ConfigError, match=r"must divide the model's moe_intermediate_size|num_attention_heads"):
+    with pytest.raises(SettingRefused, match=r"must divide the model's moe_intermediate_size|num_attention_heads"):
         Shard(0, 16).config(config)
 
 

@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.text_engine.models.config import Fields
-from services.text_engine.models.rope import cos_sin_table, read_rope
+from services.text_engine.models.rope import cos_sin_table
+from services.text_engine.models.rope_config import read_rope
 from tests.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
 
 CPU = torch.device("cpu")

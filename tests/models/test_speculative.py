@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.text_engine.core.batch import SampledToken, ScheduledSequence
+from services.text_engine.core.batch import Draft, DraftMethod, SampledToken, ScheduledSequence
 from services.text_engine.core.scheduler import Drafter
 from services.text_engine.core.sequence import ImageSpan, Sequence
 from services.text_engine.core.speculation import DraftCounts, PromptLookupDrafter, StepCosts
@@ -49,7 +49,7 @@ class Recital:
 
     def propose(
         self, sequences: AbstractSequence[Sequence], *, num_step_tokens: int, max_draft_tokens: int
-    ) -> dict[Sequence, list[int]]:
+    ) -> dict[Sequence, Draft]:
         drafts = {}
         for sequence in sequences:
             start = sequence.num_generated_tokens
@@ -59,7 +59,7 @@ class Recital:
                 mistake = self._rng.randrange(2 * len(draft))
                 if mistake < len(draft):
                     draft[mistake] = draft[mistake] % 290 + 5
-                drafts[sequence] = draft
+                drafts[sequence] = Draft(draft, "ngram")
                 max_draft_tokens -= len(draft)
         return drafts
 
@@ -111,8 +111,8 @@ def _ending(answer: Answer) -> tuple[Any, ...]:
     return answer.finish_reason, num_generated, str(answer.error)
 
 
-def accepted(driver: EngineDriver) -> int:
-    return driver.engine.scheduler.draft_counts.num_accepted_tokens
+def accepted(driver: EngineDriver, method: DraftMethod = "ngram") -> int:
+    return driver.engine.scheduler.draft_counts[method].num_accepted_tokens
 
 
 # --- greedy ---------------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_an_engine_guesses_from_its_prompts_and_counts_what_held(checkpoint: Che
     drafter = PromptLookupDrafter(FREE, num_speculative_tokens=5, never_sampled=frozenset())
     guessed = run(folder, requests, drafter)
     check_same(plain, guessed)
-    counts = guessed.engine.scheduler.draft_counts
+    counts = guessed.engine.scheduler.draft_counts["ngram"]
     assert 0 < counts.num_accepted_tokens <= counts.num_draft_tokens
     assert counts.num_accepted_tokens == sum(counts.num_accepted_per_position)
     assert len(guessed.batches) < 0.7 * len(plain.batches)
@@ -393,7 +393,7 @@ def test_what_held_of_all_guesses_is_exported_under_vllms_names(checkpoint: Chec
     driver.add("r0", **request[0])
     total = DraftCounts()
     while driver.step():
-        counts = driver.engine.scheduler.draft_counts
+        counts = driver.engine.scheduler.draft_counts["ngram"]
         total.num_drafts += counts.num_drafts
         total.num_draft_tokens += counts.num_draft_tokens
         total.num_accepted_tokens += counts.num_accepted_tokens
@@ -401,7 +401,7 @@ def test_what_held_of_all_guesses_is_exported_under_vllms_names(checkpoint: Chec
     assert driver.choices == answer
 
     def exported(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(f"diptych:spec_decode_{name}_total", labels)
+        return metrics.registry.get_sample_value(f"diptych:spec_decode_{name}_total", {"method": "ngram"} | labels)
 
     assert total.num_accepted_tokens > 0
     assert exported("num_drafts") == total.num_drafts

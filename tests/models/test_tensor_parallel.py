@@ -17,11 +17,11 @@ import torch
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.kernels import reference
-from services.text_engine.models.config import ConfigError
 from services.text_engine.models.families import load_model_config
 from services.text_engine.models.sharding import Shard, head_rows_of_a_rank
 from services.text_engine.models.weights import load_decoder, parameter_shapes
 from services.text_engine.runner.tensor_parallel import RankFailed
+from shared.settings import SettingRefused
 from tests.conftest import CheckpointFactory
 from tests.engines import Answer, EngineDriver
 
@@ -175,7 +175,7 @@ def test_the_vocabulary_is_split_into_aligned_parts(vocab_size: int, size: int):
 
 @pytest.mark.parametrize(("size", "message"), [(3, "num_attention_heads = 4"), (64, "num_attention_heads = 4")])
 def test_a_size_that_does_not_divide_the_model_is_refused(checkpoint: CheckpointFactory, size: int, message: str):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(SettingRefused, match=message):
         Shard(0, size).config(load_model_config(checkpoint("llama")))
 
 

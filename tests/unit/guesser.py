@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from services.text_engine.core.batch import Draft
 from services.text_engine.core.sequence import Sequence
 from tests.unit.test_scheduler import answer_alone
 
@@ -21,8 +22,8 @@ class Guesser:
 
     def propose(
         self, sequences: list[Sequence], *, num_step_tokens: int, max_draft_tokens: int
-    ) -> dict[Sequence, list[int]]:
-        drafts: dict[Sequence, list[int]] = {}
+    ) -> dict[Sequence, Draft]:
+        drafts: dict[Sequence, Draft] = {}
         for sequence in sequences:
             if sequence not in self._answers:
                 self._answers[sequence] = answer_alone(sequence)
@@ -32,7 +33,7 @@ class Guesser:
             if self.num_right < len(draft):
                 draft[self.num_right] += 1000  # no word of the model's
             if draft:
-                drafts[sequence] = draft
+                drafts[sequence] = Draft(draft, "ngram")
                 max_draft_tokens -= len(draft)
                 self.num_drafted[sequence.request_id] += len(draft)
         return drafts

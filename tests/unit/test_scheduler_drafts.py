@@ -33,7 +33,7 @@ def test_guesses_that_hold_save_a_step_each():
     driver.add(a := make_sequence("a", 10, max_tokens=14))
     assert [driver.step() for _ in range(5)] == [{"a": 10}, {"a": 4}, {"a": 4}, {"a": 4}, {"a": 1}]
     assert a.generated_token_ids == answer_alone(a)
-    counts = driver.scheduler.draft_counts
+    counts = driver.scheduler.draft_counts["ngram"]
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (3, 9, 9)
     assert counts.num_accepted_per_position == [3, 3, 3]
 
@@ -45,7 +45,7 @@ def test_of_a_draft_the_part_before_the_mistake_is_kept_and_the_model_goes_on_fr
     driver.step()
     assert a.num_generated_tokens == 1 + 2 + 1
     assert a.num_computed_tokens == a.num_tokens - 1
-    assert driver.scheduler.draft_counts.num_accepted_per_position == [1, 1]
+    assert driver.scheduler.draft_counts["ngram"].num_accepted_per_position == [1, 1]
 
 
 def test_each_token_of_a_step_is_an_output_of_its_own_in_order():

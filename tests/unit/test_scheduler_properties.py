@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from services.text_engine.core.batch import SampledToken
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
+from tests.unit.apprentice import Apprentice
 from tests.unit.guesser import Guesser
 from tests.unit.test_scheduler import CAT, PIZZA, Driver, answer_alone, check_at_rest, make_sequence
 
@@ -34,6 +35,7 @@ class AnyTraffic(RuleBasedStateMachine):
         max_prefill=st.sampled_from([None, 1, 3, 8]),
         caching=st.booleans(),
         num_right=st.sampled_from([None, None, 0, 1, 3]),
+        has_draft_model=st.booleans(),
     )
     def start_engine(
         self,
@@ -44,6 +46,7 @@ class AnyTraffic(RuleBasedStateMachine):
         max_prefill: int | None,
         caching: bool,
         num_right: int | None,
+        has_draft_model: bool,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -54,6 +57,8 @@ class AnyTraffic(RuleBasedStateMachine):
             caching=caching,
             drafter=None if num_right is None else Guesser(num_right),
         )
+        if num_right is not None and has_draft_model:
+            Apprentice(num_right).joins(self.driver)
         self.driver.rewrite = self.break_rows
         self.sequences: list[Sequence] = []
         self.ended: set[Sequence] = set()  # by an abort or an error

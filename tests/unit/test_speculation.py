@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.text_engine.core.batch import Draft
 from services.text_engine.core.speculation import (
     CAUTION,
     MAX_GUESSING_ROWS,
     DraftCounts,
     PromptLookupDrafter,
     StepCosts,
-    choose_lengths,
+    StepRoom,
+    choose,
     could_pay,
 )
 from tests.unit.test_scheduler import make_sequence
@@ -36,25 +38,27 @@ def test_a_longer_step_never_counts_as_cheaper_than_a_shorter_one():
 
 
 def test_where_nothing_is_known_of_longer_steps_nothing_is_tried():
-    assert not could_pay(StepCosts([(1, 3.0)]), 1, 1)
+    assert not could_pay(StepCosts([(1, 3.0)]), StepRoom(1, 1, 9))
 
 
 def test_free_tokens_are_all_verified_and_dear_ones_never():
     sure = [[0.9, 0.8], [0.5]]
-    assert choose_lengths(sure, FREE, num_decodes=2, num_step_tokens=2, max_draft_tokens=9) == [2, 1]
-    assert choose_lengths(sure, BY_THE_TOKEN, num_decodes=2, num_step_tokens=2, max_draft_tokens=9) == [0, 0]
+    assert choose(sure, FREE, StepRoom(2, 2, 9)).lengths == [2, 1]
+    assert choose(sure, BY_THE_TOKEN, StepRoom(2, 2, 9)).lengths == [0, 0]
 
 
 def test_a_lonely_answer_verifies_many_guesses_and_a_full_batch_none():
     good = [0.9**n for n in range(1, 9)]
-    assert choose_lengths([good], SMALL_CPU, num_decodes=1, num_step_tokens=1, max_draft_tokens=99)[0] >= 7
-    assert not could_pay(SMALL_CPU, 32, 32)
-    assert sum(choose_lengths([good] * 32, SMALL_CPU, num_decodes=32, num_step_tokens=32, max_draft_tokens=99)) == 0
+    assert choose([good], SMALL_CPU, StepRoom(1, 1, 99)).lengths[0] >= 7
+    assert not could_pay(SMALL_CPU, StepRoom(32, 32, 99))
+    assert sum(choose([good] * 32, SMALL_CPU, StepRoom(32, 32, 99)).lengths) == 0
 
 
 def test_what_is_left_of_a_step_goes_to_the_likeliest_guesses():
-    lengths = choose_lengths([[0.5, 0.3], [0.9, 0.7, 0.4]], FREE, num_decodes=2, num_step_tokens=2, max_draft_tokens=3)
-    assert lengths == [1, 2]
+    choice = choose([[0.5, 0.3], [0.9, 0.7, 0.4]], FREE, StepRoom(2, 2, 3))
+    assert choice.lengths == [1, 2]
+    assert choice.num_tokens == 5
+    assert choice.num_expected == pytest.approx(2 + CAUTION * (0.5 + 0.9 + 0.7))
 
 
 @given(
@@ -76,17 +80,12 @@ def test_no_other_choice_would_make_more_tokens_a_second(
         num_tokens = num_decodes + num_prompt_tokens + sum(lengths)
         return (num_decodes + CAUTION * expected) / costs.seconds(num_tokens)
 
-    lengths = choose_lengths(
-        chances,
-        costs,
-        num_decodes=num_decodes,
-        num_step_tokens=num_decodes + num_prompt_tokens,
-        max_draft_tokens=max_draft_tokens,
-    )
+    choice = choose(chances, costs, StepRoom(num_decodes, num_decodes + num_prompt_tokens, max_draft_tokens))
     choices = itertools.product(*(range(len(draft) + 1) for draft in chances))
-    best = max(tokens_a_second(choice) for choice in choices if sum(choice) <= max_draft_tokens)
-    assert sum(lengths) <= max_draft_tokens
-    assert tokens_a_second(tuple(lengths)) == pytest.approx(best)
+    best = max(tokens_a_second(lengths) for lengths in choices if sum(lengths) <= max_draft_tokens)
+    assert sum(choice.lengths) <= max_draft_tokens
+    assert tokens_a_second(tuple(choice.lengths)) == pytest.approx(best)
+    assert choice.tokens_per_s == pytest.approx(best)
 
 
 def test_a_draft_ends_before_what_can_never_be_sampled():
@@ -94,7 +93,7 @@ def test_a_draft_ends_before_what_can_never_be_sampled():
     sequence = make_sequence("a", [1, 2, 3, 7, 7, 7, 1, 2], max_tokens=20)
     image_next = make_sequence("b", [3, 7, 7, 7, 4, 4, 9, 3, 7], max_tokens=20)
     drafts = drafter.propose([sequence, image_next], num_step_tokens=2, max_draft_tokens=50)
-    assert drafts == {sequence: [3]}
+    assert drafts == {sequence: Draft([3], "ngram")}
 
 
 @pytest.mark.parametrize(("max_tokens", "longest"), [(1, 0), (2, 1), (4, 3), (9, 5)])
@@ -102,7 +101,7 @@ def test_a_draft_never_goes_beyond_what_the_answer_may_still_grow(max_tokens: in
     drafter = PromptLookupDrafter(FREE, num_speculative_tokens=5, never_sampled=frozenset())
     sequence = make_sequence("a", [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=max_tokens)
     drafts = drafter.propose([sequence], num_step_tokens=1, max_draft_tokens=50)
-    assert len(drafts.get(sequence, [])) == longest
+    assert len(drafts[sequence].token_ids if longest else drafts) == longest
 
 
 def test_a_full_batch_costs_no_look_at_any_text():

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from services.text_engine.core.host_blocks import BlockCopy
 from services.text_engine.core.sequence import Sequence
+
+DraftMethod = Literal["ngram", "draft_model"]  # vLLM's names
+
+
+class Draft(NamedTuple):
+    """A guess at a sequence's next tokens, and who made it."""
+
+    token_ids: list[int]
+    method: DraftMethod
 
 
 class ScheduledSequence(NamedTuple):  # made for every row of every step: a frozen dataclass takes thrice as long
     """Tokens `start : end` of one sequence run through the model in this step.
 
     draft_token_ids   the last of them, which the sequence does not have yet: guesses, to be verified
+    draft_method      who made them, if there are any
     """
 
     sequence: Sequence
     start: int
     num_new_tokens: int
     draft_token_ids: tuple[int, ...] = ()
+    draft_method: DraftMethod = "ngram"
 
     @property
     def end(self) -> int:

@@ -9,11 +9,12 @@ order; a preempted sequence is recomputed later. Knows nothing of tensors, text 
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
-from services.text_engine.core.batch import Batch, SampledToken, ScheduledSequence
+from services.text_engine.core.batch import Batch, Draft, DraftMethod, SampledToken, ScheduledSequence
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
@@ -37,7 +38,7 @@ class Drafter(Protocol):
 
     def propose(
         self, sequences: list[Sequence], *, num_step_tokens: int, max_draft_tokens: int
-    ) -> dict[Sequence, list[int]]:
+    ) -> dict[Sequence, Draft]:
         """What some sequences that decode in this step may go on with: each at most its own `max_draft_tokens`, all
         together at most those given here. The step computes `num_step_tokens` without them."""
         ...
@@ -86,10 +87,11 @@ class Scheduler:
         self.max_prefill_tokens_while_decoding = max_prefill_tokens_while_decoding
         self.eos_token_ids = eos_token_ids
         self.drafter = drafter
-        self.draft_counts = DraftCounts()
+        self.draft_counts: dict[DraftMethod, DraftCounts] = defaultdict(DraftCounts)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_starts = 0  # how often a sequence left the queue for a place
         self._arrivals = 0
 
     @property
@@ -122,9 +124,9 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
 
-    def take_draft_counts(self) -> DraftCounts:
-        """What was verified since the last call."""
-        taken, self.draft_counts = self.draft_counts, DraftCounts()
+    def take_draft_counts(self) -> dict[DraftMethod, DraftCounts]:
+        """What was verified since the last call, by who had guessed it."""
+        taken, self.draft_counts = self.draft_counts, defaultdict(DraftCounts)
         return taken
 
     def schedule(self) -> Batch:
@@ -170,7 +172,7 @@ class Scheduler:
             if finish is not None:
                 break
         if item.draft_token_ids:
-            self.draft_counts.note(len(item.draft_token_ids), len(sampled.accepted))
+            self.draft_counts[item.draft_method].note(len(item.draft_token_ids), len(sampled.accepted))
         if sampled.error is None:
             # All but the last: what was computed behind them were guesses that did not hold.
             sequence.num_computed_tokens = sequence.num_tokens - 1
@@ -270,6 +272,7 @@ class Scheduler:
         grown = self.blocks.grow(sequence, start + num_new_tokens)
         assert grown, "can_start promised room for the whole sequence"
         self.waiting.remove(sequence)
+        self.num_starts += 1
         sequence.status = SequenceStatus.RUNNING
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         self._add_to_step(step, sequence, num_new_tokens)
@@ -367,8 +370,8 @@ class Scheduler:
         )
         for sequence, draft in drafts.items():
             item = step.scheduled[sequence]
-            assert 0 < len(draft) <= sequence.max_draft_tokens
-            if self.blocks.grow(sequence, item.end + len(draft)):
+            assert 0 < len(draft.token_ids) <= sequence.max_draft_tokens
+            if self.blocks.grow(sequence, item.end + len(draft.token_ids)):
                 step.add_draft(item, draft)
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -435,12 +438,15 @@ class _Step:
         self.scheduled[item.sequence] = item
         self.budget -= item.num_new_tokens
 
-    def add_draft(self, item: ScheduledSequence, draft: list[int]) -> None:
-        assert len(draft) <= self.budget
+    def add_draft(self, item: ScheduledSequence, draft: Draft) -> None:
+        num_draft_tokens = len(draft.token_ids)
+        assert num_draft_tokens <= self.budget
         self.scheduled[item.sequence] = item._replace(
-            num_new_tokens=item.num_new_tokens + len(draft), draft_token_ids=tuple(draft)
+            num_new_tokens=item.num_new_tokens + num_draft_tokens,
+            draft_token_ids=tuple(draft.token_ids),
+            draft_method=draft.method,
         )
-        self.budget -= len(draft)
+        self.budget -= num_draft_tokens
 
     def drop(self, sequence: Sequence) -> None:
         self.has_preempted = True

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from services.text_engine.core.draft_progress import DraftProgress
 from services.text_engine.core.prompt_lookup import PromptLookup
 from shared.sampling import SamplingParams
 from shared.wire import Attention
@@ -108,6 +109,7 @@ class Sequence:
     prompt_logprobs     of tokens 1, 2 … of the prompt as far as they are computed, if they are wanted
     awaited_image       what kept it from starting when it was last tried
     lookup              guesses at its next tokens; made when somebody first asks
+    draft_progress      how far a draft model has come in it; made alike
     """
 
     request_id: str
@@ -133,10 +135,11 @@ class Sequence:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     awaited_image: ImageSpan | None = None
     lookup: PromptLookup | None = None
+    draft_progress: DraftProgress | None = None
 
     def drop_helpers(self) -> None:
         """Its request is over: whoever still remembers the sequence keeps nothing large alive."""
-        self.token_filter = self.processors = self.lookup = None
+        self.token_filter = self.processors = self.lookup = self.draft_progress = None
         self.prompt_logprobs = []  # a new list: the old one may be on its way to the client
 
     @property

@@ -8,12 +8,13 @@ this machine, how many are worth it: none where weights are read for many rows a
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
+from services.text_engine.core.batch import Draft, DraftMethod
 from services.text_engine.core.prompt_lookup import MAX_TOKENS_AT_ONCE, PromptLookup
 from services.text_engine.core.sequence import Sequence
 
@@ -53,9 +54,47 @@ class StepCosts:
         return seconds[left] + slope * (num_tokens - known[left])
 
 
+class StepRoom(NamedTuple):
+    """A step before it is decided what it verifies.
+
+    num_decodes       tokens that it makes without drafts, one for each row that decodes
+    num_tokens        that it computes without drafts
+    max_draft_tokens  that it has room for, of all drafts together
+    """
+
+    num_decodes: int
+    num_tokens: int
+    max_draft_tokens: int
+
+
+class Guess(NamedTuple):
+    """Tokens that a sequence may go on with.
+
+    chances   for each of them, the probability that it and all before it hold; so they never rise
+    """
+
+    token_ids: list[int]
+    chances: list[float]
+    method: DraftMethod
+
+
+class Choice(NamedTuple):
+    """How much of each of some drafts a step verifies.
+
+    num_expected   tokens that it then makes
+    num_tokens     that it computes
+    tokens_per_s   the rate
+    """
+
+    lengths: list[int]
+    num_expected: float
+    num_tokens: int
+    tokens_per_s: float
+
+
 @dataclass(slots=True)
 class DraftCounts:
-    """What was verified: drafts, their tokens, those that held, and how many held at each position of a draft."""
+    """What was verified of one method's drafts: how many, their tokens, those that held, and those at each position."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -86,25 +125,15 @@ class PromptLookupDrafter:
 
     def propose(
         self, sequences: AbstractSequence[Sequence], *, num_step_tokens: int, max_draft_tokens: int
-    ) -> dict[Sequence, list[int]]:
+    ) -> dict[Sequence, Draft]:
         """See `Drafter.propose`."""
-        if len(sequences) > MAX_GUESSING_ROWS or not could_pay(self.costs, len(sequences), num_step_tokens):
-            return {}
-        drafts: dict[Sequence, list[int]] = {}
-        chances: list[list[float]] = []
-        for sequence, lookup in self._caught_up(sequences):
-            draft, draft_chances = self._guess(sequence, lookup)
-            if draft:
-                drafts[sequence] = draft
-                chances.append(draft_chances)
-        lengths = choose_lengths(
-            chances,
-            self.costs,
-            num_decodes=len(sequences),
-            num_step_tokens=num_step_tokens,
-            max_draft_tokens=max_draft_tokens,
-        )
-        return {s: draft[:length] for (s, draft), length in zip(drafts.items(), lengths, strict=True) if length}
+        room = StepRoom(len(sequences), num_step_tokens, max_draft_tokens)
+        return choose_drafts(self.guesses(sequences), self.costs, room) if could_pay(self.costs, room) else {}
+
+    def guesses(self, sequences: AbstractSequence[Sequence]) -> dict[Sequence, Guess]:
+        """As much as may be, for those whose text has an earlier occurrence of their last tokens."""
+        found = {sequence: self._guess(sequence, lookup) for sequence, lookup in self._caught_up(sequences)}
+        return {sequence: guess for sequence, guess in found.items() if guess.token_ids}
 
     def _caught_up(self, sequences: AbstractSequence[Sequence]) -> list[tuple[Sequence, PromptLookup]]:
         """Those whose index holds all of their tokens, after this step's share of the work on them. Whoever is least
@@ -124,50 +153,48 @@ class PromptLookupDrafter:
             num_left -= min(num_left, num_behind)
         return caught_up
 
-    def _guess(self, sequence: Sequence, lookup: PromptLookup) -> tuple[list[int], list[float]]:
-        """A draft as long as may be, and the probability of each token that all up to it hold."""
+    def _guess(self, sequence: Sequence, lookup: PromptLookup) -> Guess:
         draft = lookup.propose(min(self.num_speculative_tokens, sequence.max_draft_tokens))
         end = next((i for i, token_id in enumerate(draft) if token_id in self._never_sampled), len(draft))
-        return draft[:end], lookup.chances(end)
+        return Guess(draft[:end], lookup.chances(end), "ngram")
 
 
-def could_pay(costs: StepCosts, num_decodes: int, num_step_tokens: int) -> bool:
-    """Whether one more token, sure to hold, would make more tokens a second of a step."""
-    if not num_decodes:
+def could_pay(costs: StepCosts, room: StepRoom) -> bool:
+    """Whether one more token, sure to hold, would make more tokens a second of a step; never for many rows."""
+    if not 0 < room.num_decodes <= MAX_GUESSING_ROWS:
         return False
-    without = num_decodes / costs.seconds(num_step_tokens)
-    return (num_decodes + CAUTION) / costs.seconds(num_step_tokens + 1) > without
+    without = room.num_decodes / costs.seconds(room.num_tokens)
+    return (room.num_decodes + CAUTION) / costs.seconds(room.num_tokens + 1) > without
 
 
-def choose_lengths(
-    chances: AbstractSequence[AbstractSequence[float]],
-    costs: StepCosts,
-    *,
-    num_decodes: int,
-    num_step_tokens: int,
-    max_draft_tokens: int,
-) -> list[int]:
+def choose_drafts(guesses: Mapping[Sequence, Guess], costs: StepCosts, room: StepRoom) -> dict[Sequence, Draft]:
+    """Of each guess as much as is worth verifying."""
+    choice = choose([guess.chances for guess in guesses.values()], costs, room)
+    return {
+        sequence: Draft(guess.token_ids[:length], guess.method)
+        for (sequence, guess), length in zip(guesses.items(), choice.lengths, strict=True)
+        if length
+    }
+
+
+def choose(chances: AbstractSequence[AbstractSequence[float]], costs: StepCosts, room: StepRoom) -> Choice:
     """How much of each draft makes the most tokens a second of a step; 0 of all if that is without any.
 
-    chances           for each draft, for each of its tokens: that it and all before it hold; so they never rise
-    num_decodes       tokens that the step makes without drafts, one for each row
-    num_step_tokens   that it computes without drafts
-    max_draft_tokens  of all drafts together
+    chances   of each draft's tokens; see `Guess`
     """
     # The likeliest token first. The sort is stable and chances never rise: a draft's tokens stay in their order.
     candidates = sorted(
         ((chance, i) for i, draft_chances in enumerate(chances) for chance in draft_chances),
         key=lambda candidate: -candidate[0],
-    )[:max_draft_tokens]
-    expected = float(num_decodes)
-    best = expected / costs.seconds(num_step_tokens)
-    num_chosen = 0
-    for num_drafted, (chance, _) in enumerate(candidates, start=1):
+    )[: room.max_draft_tokens]
+    expected = float(room.num_decodes)
+    best = Choice([], expected, room.num_tokens, expected / costs.seconds(room.num_tokens))
+    for num_tokens, (chance, _) in enumerate(candidates, start=room.num_tokens + 1):
         expected += CAUTION * chance
-        rate = expected / costs.seconds(num_step_tokens + num_drafted)
-        if rate > best:
-            best, num_chosen = rate, num_drafted
+        rate = expected / costs.seconds(num_tokens)
+        if rate > best.tokens_per_s:
+            best = Choice([], expected, num_tokens, rate)
     lengths = [0] * len(chances)
-    for _, i in candidates[:num_chosen]:
+    for _, i in candidates[: best.num_tokens - room.num_tokens]:
         lengths[i] += 1
-    return lengths
+    return best._replace(lengths=lengths)

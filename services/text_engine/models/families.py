@@ -22,8 +22,7 @@ from services.text_engine.models.config import (
     YarnScaling,
     read_json,
 )
-from services.text_engine.models.quantization.formats import read_format
-from services.text_engine.models.rope import read_layered_rope, read_rope, read_sectioned_rope
+from services.text_engine.models.rope_config import read_layered_rope, read_rope, read_sectioned_rope
 from services.text_engine.models.transformers_config import read_transformers_config
 
 
@@ -363,7 +362,7 @@ def load_model_config(folder: Path, implementation: Literal["auto"] | Implementa
     architecture = next(iter(fields.strings("architectures")), "")
     supported = ", ".join(FAMILIES)
     if architecture in FAMILIES and implementation != "transformers":
-        read_format(fields)  # refuses what it does not know
+        _check_format(fields)
         config = FAMILIES[architecture].read_config(fields)
     elif implementation == "native":
         raise fields.error("architectures", f"supported: {supported}")
@@ -375,6 +374,15 @@ def load_model_config(folder: Path, implementation: Literal["auto"] | Implementa
         generation_ids = read_json(generation_file).token_ids("eos_token_id")
         config = dataclasses.replace(config, eos_token_ids=_merge(generation_ids, config.eos_token_ids))
     return config
+
+
+def _check_format(fields: Fields) -> None:
+    """Raises ConfigError for quantized weights that the engine does not read."""
+    if "quantization_config" in fields or "quantization_config" in fields.nested("text_config"):
+        # Late: it needs torch, and who only asks what a plain checkpoint is like does not.
+        from services.text_engine.models.quantization.formats import read_format
+
+        read_format(fields)
 
 
 def _text_config(fields: Fields, defaults: Defaults, rope: RopeConfig | None = None) -> ModelConfig:

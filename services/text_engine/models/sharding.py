@@ -13,7 +13,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
-from services.text_engine.models.config import ConfigError, ModelConfig, MoeConfig
+from services.text_engine.models.config import ModelConfig, MoeConfig
+from shared.settings_errors import SettingRefused
 
 SPLIT_BY_ROWS: Final = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 SPLIT_BY_COLUMNS: Final = ("o_proj", "down_proj")
@@ -28,20 +29,14 @@ class Shard:
     size: int
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The decoder that this rank runs: fewer heads and features. Raises ConfigError if they do not divide."""
-        counts = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
-        if config.moe is not None:
-            counts["moe_intermediate_size"] = config.moe.intermediate_size
-            counts["shared_expert_intermediate_size"] = config.moe.shared_intermediate_size or 0
-        for name, count in counts.items():
-            if count % self.size:
-                raise ConfigError(f"tensor_parallel_size is {self.size}; it must divide the model's {name} = {count}")
-        num_kv_heads = config.num_kv_heads
-        if num_kv_heads % self.size and self.size % num_kv_heads:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.size}; it must divide the model's num_key_value_heads = {num_kv_heads} "
-                "or be a multiple of it"
+        """The decoder that this rank runs: fewer heads and features. Raises SettingRefused if they do not divide."""
+        problem = _indivisible(config, self.size)
+        if problem is not None:
+            sizes = [size for size in range(1, config.num_heads + 1) if _indivisible(config, size) is None]
+            raise SettingRefused(
+                "tensor_parallel_size", self.size, f"{problem}; this model can have {', '.join(map(str, sizes))}"
             )
+        num_kv_heads = config.num_kv_heads
         return dataclasses.replace(
             config,
             num_heads=config.num_heads // self.size,
@@ -91,6 +86,20 @@ class Shard:
     def _even(self, count: int) -> slice:
         each = count // self.size
         return slice(self.index * each, (self.index + 1) * each)
+
+
+def _indivisible(config: ModelConfig, size: int) -> str | None:
+    """Why a model cannot be split among `size` ranks; None: it can."""
+    counts = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    if config.moe is not None:
+        counts["moe_intermediate_size"] = config.moe.intermediate_size
+        counts["shared_expert_intermediate_size"] = config.moe.shared_intermediate_size or 0
+    for name, count in counts.items():
+        if count % size:
+            return f"must divide the model's {name} = {count}"
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        return f"must divide the model's num_key_value_heads = {config.num_kv_heads} or be a multiple of it"
+    return None
 
 
 def _num_features(owner: str, config: ModelConfig) -> int:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from services.text_engine.preflight import check_max_model_len
 from shared.resources import available_memory_bytes
-from shared.settings import parse_size
+from shared.sizes import format_size, parse_size
 
 BLOCK_SIZE = 16
 CPU_SHARE = 0.25  # of the available memory, if nobody says otherwise: the encoder and the page cache need the rest
@@ -59,11 +60,9 @@ def plan_kv_cache(
 
     model_max_len   what the model's positions allow; a smaller cache lowers the limit silently only if max_model_len
                     was not asked for
+    Raises SettingRefused for a longer one than that, KVCacheTooSmall.
     """
-    if max_model_len is not None and max_model_len > model_max_len:
-        raise KVCacheTooSmall(
-            f"max_model_len is {max_model_len}, but the model has positions for {model_max_len} tokens only"
-        )
+    check_max_model_len(max_model_len, model_max_len)
     wanted_len = max_model_len or model_max_len
     useful_blocks = max_num_seqs * -(-wanted_len // BLOCK_SIZE)
     num_blocks = min(budget_bytes // bytes_per_block, useful_blocks)
@@ -71,8 +70,8 @@ def plan_kv_cache(
     if num_blocks < 1 or (max_model_len is not None and num_tokens < max_model_len):
         needed = -(-(max_model_len or 1) // BLOCK_SIZE) * bytes_per_block
         raise KVCacheTooSmall(
-            f"the KV cache has room for {num_tokens} tokens ({budget_bytes} bytes), but max_model_len needs "
-            f"{max_model_len or BLOCK_SIZE} ({needed} bytes): raise --kv-cache-memory (or --gpu-memory-utilization) "
-            "or lower --max-model-len"
+            f"the KV cache has room for {num_tokens} tokens ({format_size(budget_bytes)}), but max_model_len needs "
+            f"{max_model_len or BLOCK_SIZE} ({format_size(needed)}): raise --kv-cache-memory (or "
+            "--gpu-memory-utilization) or lower --max-model-len"
         )
     return KVCachePlan(num_blocks, bytes_per_block, min(wanted_len, num_tokens))

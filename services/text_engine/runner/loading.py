@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,15 +13,17 @@ from services.text_engine.attention.cpu_backend import CpuAttention
 from services.text_engine.attention.interface import AttentionBackend
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.config import TextEngineSettings
+from services.text_engine.core.speculation import MAX_GUESSING_ROWS
 from services.text_engine.kernels import reference
 from services.text_engine.kernels.grouped_weight import GroupedWeight
 from services.text_engine.kernels.interface import Kernels
 from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import load_native
-from services.text_engine.kernels.native_matmul import PackedLinear, packing_pays
+from services.text_engine.kernels.native_matmul import WIDENED_DTYPES, PackedLinear, packing_pays
 from services.text_engine.kernels.native_quantized import NativeQuantizedLinear, UnpackingLinear
 from services.text_engine.kernels.quant_layout import from_grouped
 from services.text_engine.models.config import ModelConfig
+from services.text_engine.models.families import load_model_config
 from services.text_engine.models.interface import CausalModel
 from services.text_engine.models.layers import Linear, MakeProduct, MakeQuantizedProduct, Product
 from services.text_engine.models.lora.adapted import LoadedAdapters
@@ -31,6 +33,7 @@ from services.text_engine.models.transformers_decoder import load_transformers_d
 from services.text_engine.models.weights import load_decoder, random_decoder
 from services.text_engine.runner.cuda_graphs import graph_memory_bytes, graph_sizes
 from services.text_engine.runner.device_sampling import DrawTokens
+from services.text_engine.runner.draft_model import DraftDecoder
 from services.text_engine.runner.forward_pass import ForwardPass
 from services.text_engine.runner.host_tier import HostTier, host_tier_pays
 from services.text_engine.runner.image_inputs import MergeRows
@@ -41,7 +44,8 @@ from shared.cuda_capture import CudaCapture
 from shared.device import choose_device, choose_dtype
 from shared.log import get_logger
 from shared.resources import available_cores
-from shared.settings import parse_size
+from shared.settings_errors import SettingRefused
+from shared.sizes import format_size, parse_size
 from shared.torch_io import dtype_name
 
 log = get_logger(__name__)
@@ -51,14 +55,16 @@ log = get_logger(__name__)
 class DeviceParts:
     """What differs between devices.
 
-    merge_rows   puts image rows among the others'; None: as `image_inputs` does by itself
-    draw_tokens  samples on the device; None: as `sampler` does by itself
+    matrix_dtypes  what weight matrices may stay in, besides the model's dtype, if the checkpoint has them so
+    merge_rows     puts image rows among the others'; None: as `image_inputs` does by itself
+    draw_tokens    samples on the device; None: as `sampler` does by itself
     """
 
     attention: AttentionBackend
     kernels: Kernels
     make_product: MakeProduct = Linear
     make_quantized: MakeQuantizedProduct = UnpackingLinear
+    matrix_dtypes: frozenset[torch.dtype] = frozenset()
     merge_rows: MergeRows | None = None
     draw_tokens: DrawTokens | None = None
 
@@ -71,6 +77,7 @@ class LoadedModel:
     parts               the kernels for its device
     host_tier           where evicted blocks are copied to, if anywhere
     adapted             what it needs for LoRA adapters, if it may have any
+    draft               the weights of the model that guesses for it, if there is one
     """
 
     decoder: CausalModel
@@ -82,6 +89,7 @@ class LoadedModel:
     device: torch.device
     host_tier: HostTier | None = None
     adapted: AdaptedModel | None = None
+    draft: DraftDecoder | None = None
 
 
 def rank_device(settings: TextEngineSettings, index: int) -> torch.device:
@@ -91,8 +99,8 @@ def rank_device(settings: TextEngineSettings, index: int) -> torch.device:
     if device.type != "cuda" or size == 1:
         return device
     if torch.cuda.device_count() < size:
-        raise ValueError(
-            f"tensor_parallel_size is {size}, but torch sees {torch.cuda.device_count()} CUDA devices on this machine"
+        raise SettingRefused(
+            "tensor_parallel_size", size, f"needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -129,7 +137,9 @@ def load_model(
     reserved = graph_memory_bytes(decoder.config, _max_graph_tokens(settings), dtype) if uses_graphs else 0
     if adapters is not None and settings.lora_folder is not None:
         reserved += (settings.max_loras - len(first)) * adapters.bytes_of(settings.max_lora_rank)
-    plan = _plan(settings, decoder, parts.attention, device, ranks, reserved)
+    draft = _load_draft(settings, dtype, device)
+    reserved += 0 if draft is None else draft.graph_bytes
+    plan = _plan(settings, decoder, parts.attention, device, ranks, reserved, draft)
     log.info(
         "KV cache",
         blocks=plan.num_blocks,
@@ -137,6 +147,8 @@ def load_model(
         mib=plan.size_bytes >> 20,
         max_model_len=plan.max_model_len,
     )
+    if draft is not None:
+        log.info("KV cache of the draft model, beside it", mib=plan.num_blocks * draft.bytes_per_block >> 20)
     attention = parts.attention
 
     def allocate_kv_caches() -> list[torch.Tensor]:
@@ -150,7 +162,21 @@ def load_model(
         forward_pass.capture(CudaCapture(device), sizes, max_blocks=-(-plan.max_model_len // BLOCK_SIZE))
     tier = _host_tier(settings, kv_caches, attention.kv_block_dim, plan.bytes_per_block, device)
     adapted = None if adapters is None else AdaptedModel(config, adapters, [files.identity for files in first])
-    return LoadedModel(decoder, allocate_kv_caches, plan, forward_pass, parts, dtype, device, tier, adapted)
+    return LoadedModel(decoder, allocate_kv_caches, plan, forward_pass, parts, dtype, device, tier, adapted, draft)
+
+
+def _load_draft(settings: TextEngineSettings, dtype: torch.dtype, device: torch.device) -> DraftDecoder | None:
+    """The model that guesses, as the target is loaded, with attention and kernels of its own."""
+    if settings.speculative_model is None:
+        return None
+    log.info("loading draft model", model=settings.speculative_model.name)
+    settings = settings.model_copy(update={"model": settings.speculative_model})
+    config = load_model_config(settings.model, settings.model_implementation)
+    parts = choose_parts(settings, device, dtype)
+    load = partial(_load, adapters=None) if config.implementation == "native" else _load_by_transformers
+    decoder = load(settings, config, parts, dtype, device, None)
+    max_graph_rows = min(MAX_GUESSING_ROWS, settings.max_num_seqs) if _can_use_graphs(settings, config, device) else 0
+    return DraftDecoder(decoder, parts.attention, dtype, max_graph_rows)
 
 
 def _load(
@@ -172,6 +198,7 @@ def _load(
         make_product=parts.make_product,
         make_quantized=parts.make_quantized,
         quantize=None if settings.quantization is None else quantizer(settings.quantization, device),
+        matrix_dtypes=parts.matrix_dtypes,
         ranks=ranks,
         adapt=None if adapters is None else adapters.adapt,
     )
@@ -225,14 +252,22 @@ def _host_tier(
     if settings.host_cache_memory is None:
         return None
     if not host_tier_pays(device):
-        raise ValueError(
-            "host_cache_memory is for GPUs: on a CPU the KV cache is in host memory already; raise kv_cache_memory"
+        raise SettingRefused(
+            "host_cache_memory",
+            settings.host_cache_memory,
+            "is for GPUs: on a CPU the KV cache is in host memory already; raise kv_cache_memory instead",
         )
     if settings.tensor_parallel_size > 1:
-        raise ValueError("host_cache_memory works with tensor_parallel_size 1 only")
+        raise SettingRefused(
+            "host_cache_memory", settings.host_cache_memory, "works with one process only, tensor_parallel_size 1"
+        )
     num_slots = parse_size(settings.host_cache_memory) // bytes_per_block
     if num_slots < 1:
-        raise ValueError(f"host_cache_memory is {settings.host_cache_memory}; one block takes {bytes_per_block} bytes")
+        raise SettingRefused(
+            "host_cache_memory",
+            settings.host_cache_memory,
+            f"is too small; one block takes {format_size(bytes_per_block)}",
+        )
     log.info("host memory for evicted blocks", blocks=num_slots, mib=num_slots * bytes_per_block >> 20)
     return HostTier(kv_caches, block_dim, num_slots)
 
@@ -255,43 +290,48 @@ def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torc
         _check_can_be_invariant(settings, device, dtype)
     if settings.attention_backend == "triton" or (settings.attention_backend == "auto" and device.type == "cuda"):
         return _triton_parts(settings, device, dtype)
-    if settings.kv_cache_dtype != "auto":
-        raise ValueError(
-            f"kv_cache_dtype is {settings.kv_cache_dtype!r}, which needs the Triton kernels, and so a GPU; use 'auto'"
-        )
+    kv_cache_format = settings.kv_cache_dtype
+    if kv_cache_format == "fp8":
+        raise SettingRefused("kv_cache_dtype", "fp8", "needs the Triton kernels, and so a GPU; use int8")
     wants_native = settings.attention_backend != "reference" and not settings.enforce_eager
     library = load_native() if device.type == "cpu" and wants_native else None
     if library is not None and dtype in (torch.bfloat16, torch.float32):
         packs = settings.batch_invariant or packing_pays(library, dtype)
-        make_product = partial(PackedLinear, library) if packs else Linear
-        make_quantized = partial(NativeQuantizedLinear, library)
-        return DeviceParts(CpuAttention(library, dtype), NativeKernels(library), make_product, make_quantized)
-    if settings.attention_backend == "cpu":
-        raise ValueError(
-            "attention_backend is 'cpu', but its compiled kernels cannot be used here (device "
-            f"{device}, dtype {dtype_name(dtype)}); use 'auto' or 'reference'"
+        return DeviceParts(
+            CpuAttention(library, dtype, kv_cache_format=kv_cache_format),
+            NativeKernels(library),
+            make_product=partial(PackedLinear, library, dtype=dtype) if packs else Linear,
+            make_quantized=partial(NativeQuantizedLinear, library),
+            matrix_dtypes=frozenset(WIDENED_DTYPES if packs and dtype == torch.float32 else ()),
         )
-    return DeviceParts(TorchReferenceAttention(dtype, device), reference)
+    if settings.attention_backend == "cpu":
+        raise SettingRefused(
+            "attention_backend",
+            "cpu",
+            f"needs compiled kernels that cannot be used here (device {device}, dtype {dtype_name(dtype)}); use auto "
+            "or reference",
+        )
+    return DeviceParts(TorchReferenceAttention(dtype, device, kv_cache_format=kv_cache_format), reference)
 
 
 def _check_can_be_invariant(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError where products or attention are somebody else's, who promises nothing of the kind."""
     is_plain = settings.attention_backend in ("reference", "triton") or settings.enforce_eager
     if device.type != "cpu" or is_plain or settings.tensor_parallel_size > 1 or load_native() is None:
-        raise ValueError(
-            "batch_invariant needs the compiled CPU kernels, one process and no other attention backend (device "
+        raise SettingRefused(
+            "batch_invariant",
+            True,
+            "needs the compiled CPU kernels, one process and no other attention backend (device "
             f"{device}, attention_backend {settings.attention_backend!r}, enforce_eager {settings.enforce_eager}, "
-            f"tensor_parallel_size {settings.tensor_parallel_size})"
+            f"tensor_parallel_size {settings.tensor_parallel_size})",
         )
     if dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"batch_invariant works in bfloat16 and float32, not in {dtype_name(dtype)}")
+        raise SettingRefused("batch_invariant", True, f"works in bfloat16 and float32, not in {dtype_name(dtype)}")
 
 
 def _triton_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> DeviceParts:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            "attention_backend is 'triton', which needs a GPU (or, for tests, TRITON_INTERPRET=1); use 'auto'"
-        )
+        raise SettingRefused("attention_backend", "triton", "needs a GPU (or, for tests, TRITON_INTERPRET=1); use auto")
     try:  # torch's builds for CPUs come without it
         from services.text_engine.attention.triton_backend import TritonAttention
         from services.text_engine.kernels.merge_rows import merge_rows
@@ -320,8 +360,10 @@ def _plan(
     device: torch.device,
     ranks: ProcessRanks | None,
     reserved_bytes: int,
+    draft: DraftDecoder | None,
 ) -> KVCachePlan:
-    """The same on every rank: a block has its share on each, so the rank with the least room decides."""
+    """The same on every rank: a block has its share on each, so the rank with the least room decides. A draft model's
+    cache has as many blocks."""
     shapes = decoder.attention_shapes
     bytes_per_block = sum(attention.allocate_kv_cache(1, BLOCK_SIZE, shape).nbytes for shape in shapes)
     budget = memory_budget(device, settings.kv_cache_memory, settings.gpu_memory_utilization)
@@ -330,10 +372,11 @@ def _plan(
     if ranks is not None:
         shares_memory = device.type == "cpu" and settings.kv_cache_memory is None
         budget = ranks.smallest(budget // ranks.size if shares_memory else budget)
-    return plan_kv_cache(
+    plan = plan_kv_cache(
         budget_bytes=budget,
-        bytes_per_block=bytes_per_block,
+        bytes_per_block=bytes_per_block + (0 if draft is None else draft.bytes_per_block),
         model_max_len=decoder.config.max_position_embeddings,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
     )
+    return replace(plan, bytes_per_block=bytes_per_block)

@@ -17,6 +17,7 @@ import torch
 
 from shared.errors import InvalidRequest
 from shared.log import get_logger
+from shared.settings_errors import SettingRefused
 
 log = get_logger(__name__)
 
@@ -131,9 +132,9 @@ def _make(name: str, vocabulary: Vocabulary) -> LogitsProcessor:
     try:
         processor: LogitsProcessor = _find(name)(vocabulary)
     except Exception as error:
-        raise ValueError(f"logits_processors: {name!r} cannot be had: {type(error).__name__}: {error}") from error
+        raise SettingRefused("logits_processors", name, f"cannot be had: {type(error).__name__}: {error}") from error
     if not isinstance(getattr(processor, "name", None), str) or not callable(getattr(processor, "for_request", None)):
-        raise ValueError(f"logits_processors: {name!r} has no name, which is a text, or no method for_request")
+        raise SettingRefused("logits_processors", name, "has no name, which is a text, or no method for_request")
     return processor
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,6 +12,8 @@ from services.text_engine.models.layers import MakeProduct
 from services.text_engine.models.lora.adapted import LoadedAdapters
 from services.text_engine.models.lora.adapter_files import AdapterFiles, AdapterIdentity, read_adapter
 from services.text_engine.models.sharding import Shard
+from services.text_engine.preflight import adapters_named_by, check_lora_modules
+from shared.settings_errors import SettingRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,11 @@ def wants_adapters(settings: TextEngineSettings) -> bool:
 
 def read_lora_modules(settings: TextEngineSettings, config: ModelConfig) -> list[AdapterFiles]:
     """Raises ValueError or OSError subclasses whose message says which adapter is wrong."""
-    pairs = [module.split("=", 1) for module in settings.lora_modules]
-    names = [settings.served_model_name or settings.model.name, *(name for name, _ in pairs)]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"lora_modules: the name {twice!r} is given twice, or is the model's own")
-    if len(pairs) > settings.max_loras:
-        raise ValueError(f"lora_modules names {len(pairs)} adapters; max_loras is {settings.max_loras}")
-    return [read_adapter(name, Path(folder), config, max_rank=settings.max_lora_rank) for name, folder in pairs]
+    check_lora_modules(settings)
+    return [
+        read_adapter(name, folder, config, max_rank=settings.max_lora_rank)
+        for name, folder in adapters_named_by(settings)
+    ]
 
 
 def adapters_of_rank(
@@ -57,8 +55,9 @@ def adapters_of_rank(
     if config.implementation != "native":
         raise ValueError(f"{config.architecture} is served by transformers' own code, which takes no LoRA adapters")
     if settings.lora_folder is not None and settings.tensor_parallel_size > 1:
-        raise ValueError(
-            "lora_folder, to load adapters while serving, works with tensor_parallel_size 1 only; name them in "
-            "lora_modules"
+        raise SettingRefused(
+            "lora_folder",
+            settings.lora_folder,
+            "works with one process only, tensor_parallel_size 1; name the adapters in lora_modules instead",
         )
     return LoadedAdapters(config, make_product=make_product, dtype=dtype, device=device, shard=shard)

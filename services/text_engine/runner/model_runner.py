@@ -10,6 +10,7 @@ import torch
 from services.text_engine.core.batch import Batch, SampledToken
 from services.text_engine.runner.acceptance import sample_and_accept
 from services.text_engine.runner.batch_tensors import BatchArrays, build_batch_arrays
+from services.text_engine.runner.draft_model import DraftRunner
 from services.text_engine.runner.forward_pass import ForwardPass
 from services.text_engine.runner.host_tier import HostTier
 from services.text_engine.runner.image_inputs import EmbeddingReader, MergeRows, merge_image_rows
@@ -25,6 +26,7 @@ class ModelRunner:
     merge_rows          see `merge_image_rows`
     workers             the other ranks of the model, if there are any
     host_tier           where evicted blocks are copied to, if anywhere
+    draft               the model that guesses, if there is one: its KV cache comes and goes with this one's
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ModelRunner:
         merge_rows: MergeRows | None = None,
         workers: Workers | None = None,
         host_tier: HostTier | None = None,
+        draft: DraftRunner | None = None,
     ) -> None:
         self._forward_pass = forward_pass
         self._sampler = sampler
@@ -49,6 +52,7 @@ class ModelRunner:
         self._merge_rows = merge_rows
         self._workers = workers
         self._host_tier = host_tier
+        self._draft = draft
 
     @torch.inference_mode()
     def execute_model(self, batch: Batch) -> list[SampledToken]:
@@ -73,15 +77,19 @@ class ModelRunner:
     @property
     def kv_cache_bytes(self) -> int:
         """0 while it is released."""
-        return self._forward_pass.kv_cache_bytes
+        return self._forward_pass.kv_cache_bytes + (0 if self._draft is None else self._draft.kv_cache_bytes)
 
     def release_kv_cache(self) -> None:
         """Free its memory. What was in it is lost, and nothing can run until `restore_kv_cache`."""
         self._forward_pass.release_kv_cache()
+        if self._draft is not None:
+            self._draft.release_kv_cache()
 
     @torch.inference_mode()
     def restore_kv_cache(self) -> None:
         self._forward_pass.restore_kv_cache(self._allocate_kv_caches())
+        if self._draft is not None:
+            self._draft.restore_kv_cache()
 
     def close(self) -> None:
         if self._workers is not None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from services.text_engine.core.speculation import StepCosts
 from services.text_engine.runner.batch_tensors import BatchArrays
-from services.text_engine.runner.model_runner import ModelRunner
 
 MAX_TOKENS: Final = 128
 NUM_RUNS: Final = 4  # of which the fastest counts: everything else that happens on a machine makes a step slower
@@ -20,7 +19,17 @@ BUDGET_S: Final = 3.0  # a model so slow that this does not suffice is measured 
 PROPORTIONAL: Final = 1.7  # twice the tokens for so many times the cost: from here on the line goes straight up
 
 
-def measure_step_costs(runner: ModelRunner, *, block_size: int, max_num_tokens: int) -> StepCosts:
+class Measured(Protocol):
+    """A model, the engine's or one that guesses for it. has_grid_positions: whether positions have three coordinates"""
+
+    has_grid_positions: bool
+
+    def run_for_nobody(self, arrays: BatchArrays) -> None:
+        """A step that stores nothing."""
+        ...
+
+
+def measure_step_costs(runner: Measured, *, block_size: int, max_num_tokens: int) -> StepCosts:
     """Runs steps that belong to nobody and store nothing; takes BUDGET_S and a step at most.
 
     max_num_tokens   of any step
@@ -28,7 +37,7 @@ def measure_step_costs(runner: ModelRunner, *, block_size: int, max_num_tokens: 
     return StepCosts(_measure(runner, block_size, min(MAX_TOKENS, max_num_tokens)))
 
 
-def _measure(runner: ModelRunner, block_size: int, max_num_tokens: int) -> Iterator[tuple[int, float]]:
+def _measure(runner: Measured, block_size: int, max_num_tokens: int) -> Iterator[tuple[int, float]]:
     deadline = time.perf_counter() + BUDGET_S
     num_tokens, half_of_it = 1, float("inf")
     while num_tokens <= max_num_tokens:
