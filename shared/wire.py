@@ -23,6 +23,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 IMAGE_KEY_HEADER = "X-Image-Key"
 DEADLINE_HEADER = "X-Deadline-S"  # seconds the caller will still wait
 DETAIL_HEADER = "X-Image-Detail"
+ROOM_HEADER = "X-Room-In-S"  # seconds until the text engine would queue another such request; 0: at once
 
 NDJSON = "application/x-ndjson"
 EMBEDDINGS_REFUSED = (

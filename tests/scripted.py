@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -23,12 +24,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shared.client_certificate import HttpOverTls
 from shared.errors import DiptychError, EmbeddingNotFound, NotReady, UnsupportedImageFormat
 from shared.http_errors import error_response, install_error_handlers, wire_error
 from shared.reasoning import ReasoningFormat
+from shared.server import run_to_the_end
 from shared.wire import (
     IMAGE_KEY_HEADER,
     NDJSON,
+    ROOM_HEADER,
     Admitted,
     ChatMessage,
     DescribeRequest,
@@ -59,23 +63,32 @@ _MAGIC = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"RIFF")
 
 
 @contextmanager
-def serve(app: ASGIApp, port: int = 0) -> Iterator[str]:
-    """The app on a loopback socket, in a thread with a loop of its own; yields its base URL."""
+def serve(app: ASGIApp, port: int = 0, *, tls_context: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The app on a loopback socket, in a thread with a loop of its own; yields its base URL.
+
+    tls_context   None: plain HTTP
+    """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, ws="none", http="httptools", timeout_graceful_shutdown=1
+        app,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        http="httptools" if tls_context is None else HttpOverTls,
+        ssl_context_factory=None if tls_context is None else lambda _config, _default: tls_context,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread = threading.Thread(target=run_to_the_end, args=(server, [listener]), daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
         time.sleep(0.005)
     if not server.started:
         raise RuntimeError("the app did not start")
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'http' if tls_context is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(timeout=10)
@@ -85,12 +98,13 @@ def serve(app: ASGIApp, port: int = 0) -> Iterator[str]:
 class EventStream(Response):
     """Sends events as NDJSON and stops when the caller leaves; an event of None cuts the connection."""
 
-    def __init__(self, events: AsyncIterator[BaseModel | None]) -> None:
+    def __init__(self, events: AsyncIterator[BaseModel | None], headers: dict[str, str] | None = None) -> None:
         self.events = events
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.raw_headers = [(b"content-type", NDJSON.encode())]
+        given = {"content-type": NDJSON} | (headers or {})
+        self.raw_headers = [(name.lower().encode(), value.encode()) for name, value in given.items()]
         self.was_aborted = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,6 +136,7 @@ class EngineScript:
     """What to say, how fast, and what goes wrong.
 
     refuse       answered with its status instead of any event
+    room_in_s    what it says of its queue with every answer; None: nothing, as older ones
     fail         sent as an error event after `fail_after` tokens
     cut_after    the connection breaks after so many tokens
     lose_images  how many requests with images find their embeddings gone
@@ -135,6 +150,7 @@ class EngineScript:
     first_token_delay_s: float = 0.0
     token_delay_s: float = 0.0
     refuse: DiptychError | None = None
+    room_in_s: float | None = None
     fail: DiptychError | None = None
     fail_after: int = 0
     cut_after: int | None = None
@@ -204,13 +220,16 @@ class ScriptedEngine:
         await asyncio.sleep(script.start_delay_s)
         if not self.is_ready:
             return error_response(NotReady("the engine is not ready", retry_after_s=1))
+        room = {} if script.room_in_s is None else {ROOM_HEADER: f"{script.room_in_s:g}"}
         if script.refuse is not None:
-            return error_response(script.refuse)
+            refusal = error_response(script.refuse)
+            refusal.headers.update(room)
+            return refusal
         _, num_images = count_tokens(request.messages, request.prompt)
         if num_images and script.lose_images:
             script.lose_images -= 1
             return error_response(EmbeddingNotFound("no encoder has this embedding"))
-        return EventStream(self._events(request, script))
+        return EventStream(self._events(request, script), room)
 
     async def _events(self, request: GenerateRequest, script: EngineScript) -> AsyncIterator[BaseModel | None]:
         self.num_running += 1

@@ -23,7 +23,7 @@ class BatchOutput:
     """Open while entered, and nobody else's meanwhile.
 
     done     the names (see Place) of the requests that are over
-    failed   those of them that have no good answer
+    failed   why those of them that have no good answer have none
     """
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
@@ -31,7 +31,7 @@ class BatchOutput:
         self._path = path
         self._retry_failed = retry_failed
         self.done: set[str | int] = set()
-        self.failed: set[str | int] = set()
+        self.failed: dict[str | int, str] = {}
 
     def __enter__(self) -> Self:
         """Raises BadSetting for a file that cannot be written, is written by another run, or holds something else."""
@@ -63,6 +63,8 @@ class BatchOutput:
         if place.custom_id is None:
             line["line"] = place.number
         line |= {"response": response, "error": error}
+        if not _is_good(line):
+            self.failed[place.name] = _reason(line)
         try:
             self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
             self._file.flush()
@@ -82,11 +84,14 @@ class BatchOutput:
                 self._file.truncate(offset)
                 break
             name: str | int = line.get("line", number) if line["custom_id"] is None else line["custom_id"]
-            (self.done if _is_good(line) else self.failed).add(name)
+            if _is_good(line):
+                self.done.add(name)
+            else:
+                self.failed[name] = _reason(line)
             offset += len(raw)
         if self._retry_failed and self.failed:
             self._drop_failed()
-        self.done |= self.failed
+        self.done.update(self.failed)
         self._end_last_line()
 
     def _drop_failed(self) -> None:
@@ -137,6 +142,20 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
 def _could_begin_a_line(raw: bytes) -> bool:
     start = b'{"id":"' + _ID.encode()
     return raw[: len(start)] == start[: len(raw)]
+
+
+def _reason(line: dict[str, Any]) -> str:
+    """Of a line without a good answer: what was said of it, with the server's status."""
+    response = line.get("response")
+    if not isinstance(response, dict):
+        return _message(line) or "it was not asked"
+    said = _message(response.get("body"))
+    return f"status {response.get('status_code')}" + (f": {said}" if said else "")
+
+
+def _message(body: object) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""
 
 
 def _is_good(line: dict[str, Any]) -> bool:

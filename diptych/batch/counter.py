@@ -16,7 +16,8 @@ LINE_INTERVAL_S: Final = 10.0
 class Counter:
     """Counts finished requests while entered.
 
-    num_total   all there are; num_before of them were done by an earlier run, so they say nothing of the rate
+    num_total   all there are
+    num_before  of them, done by an earlier run: they say nothing of the rate
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Counter:
     ) -> None:
         self._console = console
         self.num_total = num_total
-        self._num_before = num_before
+        self.num_before = num_before
         self._clock = clock
         self._started = self._told = clock()
         self.num_done = num_before
@@ -78,7 +79,7 @@ class Counter:
         return self.num_done < self.num_total
 
     def _rate(self) -> float:
-        return (self.num_done - self._num_before) / self.seconds if self.seconds > 0 else 0.0
+        return (self.num_done - self.num_before) / self.seconds if self.seconds > 0 else 0.0
 
     def _rest(self) -> str:
         failed = f", {self.num_failed} failed" if self.num_failed else ""

@@ -85,18 +85,18 @@ class BatchInput:
         try:
             line = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise BadLine(f"the line is not valid JSON: {error}") from None
+            raise BadLine(f"this is not valid JSON ({error.msg} at column {error.colno})") from None
         if place.custom_id is None:
-            raise BadLine("the line is not an object with a custom_id, which is a text")
-        if line.get("method", "POST") != "POST":
-            raise BadLine("method is POST for every request of a batch")
+            raise BadLine("this has no custom_id; give an object with a custom_id of its own, a text")
+        if (method := line.get("method", "POST")) != "POST":
+            raise BadLine(f"method is {_short(method)}; give POST")
         url, body = line.get("url"), line.get("body")
         if url not in URLS:
-            raise BadLine(f"url is {str(url)[:80]!r}; one of {', '.join(URLS)}")
+            raise BadLine(f"url is {_short(url)}; give one of {', '.join(URLS)}")
         if not isinstance(body, dict):
-            raise BadLine("body is not an object")
+            raise BadLine(f"body is {_short(body)}; give the request, an object, as it would be sent")
         if body.get("stream"):
-            raise BadLine("an answer in a batch cannot be streamed: leave stream out of the body")
+            raise BadLine("answers in a batch cannot be streamed; leave stream out of the body")
         self._embed_pictures(body)
         return BatchRequest(url, body)
 
@@ -128,6 +128,11 @@ class BatchInput:
             return image_url(path)
         except OSError as error:
             raise BadLine(f"the picture {source!r} cannot be read: {error.strerror}") from None
+
+
+def _short(value: object) -> str:
+    """As it stands in the line, cut; "missing" for what is not there."""
+    return "missing" if value is None else orjson.dumps(value).decode(errors="replace")[:80]
 
 
 def _is_path(source: object) -> TypeGuard[str]:

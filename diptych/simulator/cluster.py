@@ -38,6 +38,7 @@ class Users:
         pods = [EnginePod(clock, costs, settings, self._embeddings, result) for _ in range(settings.engines)]
         self.engines = make_replicas(self._pool, "engine", pods)
         self._next_token = FIRST_NEW_TOKEN
+        self._gateway_sheds = settings.gateway_sheds
 
     def play(self, trace: Iterator[Conversation], *, max_users: int | None = None) -> None:
         """Open loop: conversations begin when they arrive. max_users: so many at a time instead, the next at once."""
@@ -111,19 +112,33 @@ class Users:
         self._send(Visit(sequence, self._clock.now, ended), affinity)
 
     def _send(self, visit: Visit, affinity: bytes) -> None:
+        priority = visit.sequence.priority
         self._result.num_requests += 1
         self._result.num_images += len(visit.sequence.images)
+        if self._pool.room_in_s(self._pool.available(), priority):
+            self._result.num_shed += 1
+            self._refuse(visit)
+            return
         for span in visit.sequence.images:
             self._embeddings.want(span.image_key)
         tried: list[Replica[str]] = []
-        while (replica := self._pool.least_loaded(self._pool.available(tried), affinity)) is not None:
+        while (replica := self._next(tried, priority, affinity)) is not None:
+            visit.replica = replica
+            replica.outstanding += 1
             engine = self.engines[replica.url]
-            if not engine.is_full:
-                replica.outstanding += 1
-                visit.replica = replica
-                engine.add(visit)
+            is_taken = engine.add(visit)
+            if self._gateway_sheds:
+                self._pool.told_room(replica, priority, engine.queue.room_in_s(priority))
+            if is_taken:
                 return
+            replica.outstanding -= 1
             tried.append(replica)
+        self._refuse(visit)
+
+    def _next(self, tried: list[Replica[str]], priority: int, affinity: bytes) -> Replica[str] | None:
+        return self._pool.least_loaded(self._pool.with_room(self._pool.available(tried), priority), affinity)
+
+    def _refuse(self, visit: Visit) -> None:
         self._result.num_refused += 1
         visit.on_end(visit.sequence)
 

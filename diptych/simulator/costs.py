@@ -19,6 +19,7 @@ class CostModel:
     """One kind of machine with one kind of model.
 
     encode_s, encode_image_s   a pass of the vision tower takes the first, and the second for each image in it
+    refusal_s                  what an engine does not compute while it refuses a request
     fetch_s                    from the wish for an embedding that exists to its rows in the engine
     num_blocks                 KV blocks of 16 tokens that one engine has
     image_tokens               positions that one picture takes in the prompt
@@ -38,11 +39,12 @@ class CostModel:
     max_model_len: int
     image_tokens: int
     source: str
+    refusal_s: float = 0.0
 
     def seconds(self, scheduled: Iterable[ScheduledSequence]) -> float:
         """One step that computes these."""
         num_prompt_tokens = num_pairs = num_sequences = num_context_tokens = 0
-        for _, start, num_new_tokens, _ in scheduled:
+        for _, start, num_new_tokens, *_ in scheduled:
             if num_new_tokens == 1:
                 num_sequences += 1
                 num_context_tokens += start
@@ -84,10 +86,12 @@ PRESETS: Final = {
         num_blocks=5600,
         max_model_len=2048,
         image_tokens=196,
+        refusal_s=0.0024,
         source=(
             "SmolLM2-135M in bf16 with all services on 2 Zen 5 cores. Fitted to bench/results/2026-11-30.md: W3 (93 "
             "tokens/s alone), W1 (a 512-token step is the 95th percentile gap of 0.16 to 0.18 s; after the last first "
-            "token 32 sequences take 34 ms a step); attention from 466 GF/s and 62 ms an image from docs/log.md"
+            "token 32 sequences take 34 ms a step); attention from 466 GF/s and 62 ms an image from docs/log.md; a "
+            "refusal from bench/results/overload.md: 46 a second cost 11 % of the answers"
         ),
     ),
     "h100": CostModel(

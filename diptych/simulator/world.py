@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,17 @@ from services.gateway.balancer import Pool
 Pod = TypeVar("Pod")
 
 
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Seconds: to the first token, and between any two tokens."""
+
+    first_token_s: float = math.inf
+    gap_s: float = math.inf
+
+    def is_met(self, first_token_s: float, longest_gap_s: float) -> bool:
+        return first_token_s <= self.first_token_s and longest_gap_s <= self.gap_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What is compared. The engine's settings have its names; round_robin as in the gateway's `routing`.
@@ -22,6 +34,8 @@ class Settings:
                     would take without them, by the cost model itself: the best a rule fed by measured times could do
     step_target_s   the same for a step of constant length
     num_known_images   pictures 0, 1, … are in the cache from the start
+    gateway_sheds   the gateway believes what engines say of their queues; False: each refusal is asked for anew
+    slo             what makes an answer good
     """
 
     engines: int = 1
@@ -33,17 +47,26 @@ class Settings:
     step_ratio: float | None = None
     step_target_s: float | None = None
     max_waiting_requests: int = 1024
+    max_queue_wait_s: float = math.inf
+    gateway_sheds: bool = True
+    slo: Slo = Slo()
     num_known_images: int = 0
     enable_prefix_caching: bool = True
 
 
 @dataclass(slots=True)
 class Result:
-    """What happened. Times in seconds; `gaps` between neighbouring tokens of one answer."""
+    """What happened. Times in seconds; `gaps` between neighbouring tokens of one answer.
+
+    num_good   answers within the SLO
+    num_shed   refusals of the gateway that no engine was asked for
+    """
 
     num_requests: int = 0
     num_finished: int = 0
+    num_good: int = 0
     num_refused: int = 0
+    num_shed: int = 0
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

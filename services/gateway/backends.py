@@ -6,8 +6,9 @@ Closing a stream early closes its connection, and that is how encodes and genera
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Final
 
 import httpx
@@ -21,6 +22,7 @@ from shared.wire import (
     DETAIL_HEADER,
     IMAGE_KEY_HEADER,
     REQUEST_ID_HEADER,
+    ROOM_HEADER,
     SAFETENSORS,
     Admitted,
     CacheState,
@@ -107,17 +109,29 @@ class EngineClient:
 
     @asynccontextmanager
     async def generate(
-        self, url: str, request: GenerateRequest, request_id: str
+        self,
+        url: str,
+        request: GenerateRequest,
+        request_id: str,
+        *,
+        door: AbstractAsyncContextManager[None],
+        on_room: Callable[[float], None],
     ) -> AsyncIterator[AsyncIterator[Started | Tokens | Finished]]:
-        """The engine's events until the block is left, which aborts what still runs."""
+        """The engine's events until the block is left, which aborts what still runs.
+
+        door      entered from before the request is sent until it is taken or refused
+        on_room   hears, taken or refused, after how many seconds the engine would queue another such request
+        """
         headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
         call = self._http.build_request(
             "POST", f"{url}/v1/generate", content=request.model_dump_json(exclude_none=True), headers=headers
         )
         with _upstream_errors("text engine"):
             try:
-                async with asyncio.timeout(self._start_timeout_s):
+                async with asyncio.timeout(self._start_timeout_s), door:
                     response = await self._http.send(call, stream=True)
+                    if (room_in_s := _room_in_s(response)) is not None:
+                        on_room(room_in_s)
             except TimeoutError as error:
                 raise UpstreamTimeout(f"the text engine did not start within {self._start_timeout_s:g} s") from error
         try:
@@ -198,6 +212,15 @@ async def _raise_for_status(response: httpx.Response) -> None:
 def _retry_after(response: httpx.Response) -> float | None:
     text = response.headers.get("retry-after", "")
     return float(text) if text.isascii() and text.isdigit() else None  # "²" is a digit, and no number
+
+
+def _room_in_s(response: httpx.Response) -> float | None:
+    """None: the engine is older than this, or says what is no time."""
+    try:
+        seconds = float(response.headers.get(ROOM_HEADER, "nan"))
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None
 
 
 def _from_wire(error: WireError) -> DiptychError:

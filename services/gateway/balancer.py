@@ -12,9 +12,10 @@ import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from services.gateway.room import Room
 from shared.errors import (
     DiptychError,
     EncodeFailed,
@@ -40,6 +41,7 @@ LONGEST_EJECTION_S = 30.0
 # A replica that has just become ready has cold caches and often cold kernels: its share grows from a tenth.
 SLOW_START_S = 10.0
 FIRST_SHARE = 0.1
+MAX_AT_THE_DOOR = 32  # requests that a replica has neither taken nor refused yet
 MAX_WAITING = 1024  # requests that wait for a first replica; more are told at once that there is none
 
 
@@ -52,6 +54,8 @@ class Replica(Generic[Info]):
     outstanding   requests of this gateway that it works on
     ready_since   when a probe found it ready after it had not been
     number        its name for people, 1, 2, …: addresses are nothing for clients to see
+    room          whether it would queue another request
+    door          where requests wait to be taken or refused, a few at a time
     problem       why it is not used although it runs, for people; "": nothing of the kind
     """
 
@@ -66,6 +70,8 @@ class Replica(Generic[Info]):
     ready_since: float = -math.inf
     number: int = 1
     problem: str = ""
+    room: Room = field(default_factory=Room)
+    door: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_THE_DOOR))
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -176,6 +182,18 @@ class Pool(Generic[Info]):
         warmth = {r: min(1.0, max(FIRST_SHARE, (now - r.ready_since) / SLOW_START_S)) for r in candidates}
         warmest = max(warmth.values())
         return {replica: (replica.outstanding + 1) * warmest / warmth[replica] for replica in candidates}
+
+    def told_room(self, replica: Replica[Info], priority: int, room_in_s: float) -> None:
+        """`replica` would queue another request of this priority after so many seconds."""
+        replica.room.told(priority, room_in_s, self._clock())
+
+    def with_room(self, candidates: list[Replica[Info]], priority: int) -> list[Replica[Info]]:
+        return [replica for replica in candidates if not self.room_in_s([replica], priority)]
+
+    def room_in_s(self, candidates: list[Replica[Info]], priority: int) -> float:
+        """When the first of them has room; 0: now, or nothing to the contrary is known."""
+        now = self._clock()
+        return min((replica.room.opens_in_s(priority, now) for replica in candidates), default=0.0)
 
     def note(self, replica: Replica[Info], error: BaseException | None) -> None:
         """How work at `replica` ended; a request refused for its own sake speaks for the replica, not against it."""

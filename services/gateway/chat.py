@@ -144,6 +144,7 @@ class Chat:
         trace.timeline.hides_origins = self._salts.by_key
         trace.timeline.add("receive", trace.started_at, time.perf_counter(), GATEWAY)
         trace.model = model = self._generator.model(body.model)
+        self._generator.check_room(model, body.priority)
         plan = ToolPlan.of(body, self._generator.tool_format(model))
         sampling = wire_sampling(plan.applied_to(body.sampling(), constraint_of(body)))
         tools = wire_tools(body.tools) if plan.functions else None

@@ -96,6 +96,7 @@ class Completions:
 
     async def _start(self, body: CompletionRequest, trace: Trace) -> tuple[str, str, list[Generation]]:
         trace.model = model = self._generator.model(body.model)
+        self._generator.check_room(model, body.priority)
         if len(body.prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"there are {len(body.prompt)} prompts; at most {MAX_PROMPTS}", param="prompt")
         salt = self._salts.salt(body.cache_salt, trace.key_name)

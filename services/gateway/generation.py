@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from services.gateway.attempts import Result, on_a_replica
 from services.gateway.backends import EngineClient
 from services.gateway.balancer import Pool, Replica
-from shared.errors import DiptychError, ModelNotFound, NotReady, UpstreamFailed
+from shared.errors import DiptychError, ModelNotFound, NotReady, Overloaded, UpstreamFailed
 from shared.reasoning import ReasoningFormat
 from shared.wire import (
     AdapterInfo,
@@ -93,9 +94,12 @@ class ServedModel:
 
 
 class Generator:
+    """num_shed   refusals by engines that were foreseen, and not asked for"""
+
     def __init__(self, pool: Pool[ModelInfo], client: EngineClient) -> None:
         self._pool = pool
         self._client = client
+        self.num_shed = 0
 
     def models(self) -> list[ServedModel]:
         """Every model that an engine serves or has served, ready or not, each once: adapters after what they adapt."""
@@ -157,7 +161,21 @@ class Generator:
             asked = request.model_copy(update={"request_id": attempt, "adapter": adapter})
             return await self._open_on(replica, asked, request_id, on_started)
 
-        return await self._on_an_engine(model, affinity, work)
+        return await self._on_an_engine(model, affinity, work, priority=request.priority)
+
+    def check_room(self, model: str, priority: int) -> None:
+        """Raises Overloaded if all engines have said that they would refuse it: to be asked before anything is spent
+        on a request, its pictures above all."""
+        self._check_room(self._engines(model), priority)
+
+    def _check_room(self, engines: list[Replica[ModelInfo]], priority: int) -> None:
+        room_in_s = self._pool.room_in_s(engines, priority)
+        if room_in_s:
+            self.num_shed += 1
+            raise Overloaded(
+                f"the queue of every text engine is as long as it may be; there is room in about {room_in_s:.1f} s",
+                retry_after_s=room_in_s,
+            )
 
     async def tokenize(self, request: TokenizeRequest, *, model: str) -> TokenizeResponse:
         async def work(replica: Replica[ModelInfo], _num_tries: int) -> TokenizeResponse:
@@ -167,19 +185,40 @@ class Generator:
         return await self._on_an_engine(model, b"", work)
 
     async def _on_an_engine(
-        self, model: str, affinity: bytes, work: Callable[[Replica[ModelInfo], int], Awaitable[Result]]
+        self,
+        model: str,
+        affinity: bytes,
+        work: Callable[[Replica[ModelInfo], int], Awaitable[Result]],
+        *,
+        priority: int | None = None,
     ) -> Result:
+        """priority   None: it waits in no queue"""
+
         def choose(tried: list[Replica[ModelInfo]], failure: DiptychError) -> Replica[ModelInfo] | None:
-            others = self._pool.available(tried, lambda info: info.serves(model))
+            others = self._engines(model, tried)
+            if priority is not None:
+                if not tried:
+                    self.check_room(model, priority)
+                others = self._pool.with_room(others, priority)
             return self._pool.least_loaded(others, affinity) or self._again(tried, failure)
 
         nobody = NotReady(f"no text engine that serves {model!r} is ready", retry_after_s=RETRY_AFTER_S)
         return await on_a_replica(self._pool, choose, work, nobody=nobody)
 
+    def _engines(self, model: str, tried: Sequence[Replica[ModelInfo]] = ()) -> list[Replica[ModelInfo]]:
+        return self._pool.available(tried, lambda info: info.serves(model))
+
     def _again(self, tried: list[Replica[ModelInfo]], failure: DiptychError) -> Replica[ModelInfo] | None:
         """The last replica, if only the connection broke: an idle one may have been closed at its other end."""
         broke = bool(tried) and type(failure) is UpstreamFailed
         return tried[-1] if broke and tried[-1] in self._pool.available() else None
+
+    @asynccontextmanager
+    async def _door(self, replica: Replica[ModelInfo], priority: int) -> AsyncIterator[None]:
+        """What the engine says of its queue to the first of a crowd, the others hear before they ask, too."""
+        async with replica.door:
+            self._check_room([replica], priority)
+            yield
 
     async def _open_on(
         self,
@@ -192,7 +231,14 @@ class Generator:
         asked_at = time.perf_counter()
         try:
             stack.enter_context(replica.lease())
-            events = await stack.enter_async_context(self._client.generate(replica.url, request, request_id))
+            generating = self._client.generate(
+                replica.url,
+                request,
+                request_id,
+                door=self._door(replica, request.priority),
+                on_room=partial(self._pool.told_room, replica, request.priority),
+            )
+            events = await stack.enter_async_context(generating)
             started = await anext(events)
             if isinstance(started, Started):
                 on_started(started)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.gateway.balancer import Pool
+from services.gateway.generation import Generator
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
@@ -98,8 +99,10 @@ class StateCollector:
         engines: Pool[ModelInfo],
         encoders: Pool[EncoderInfo],
         vision: Vision,
+        generator: Generator,
     ) -> None:
         self._lifecycle = lifecycle
+        self._generator = generator
         self._engines = engines
         self._encoders = encoders
         self._vision = vision
@@ -116,6 +119,19 @@ class StateCollector:
         for source, count in self._vision.sources.items():
             images.add_metric([source], count)
         yield images
+        yield CounterMetricFamily(
+            f"{_NAME}requests_shed",
+            "Refusals that were foreseen: the text engine had said that its queue is full, and was not asked again.",
+            value=self._generator.num_shed,
+        )
+        room = GaugeMetricFamily(
+            f"{_NAME}replica_room_in_seconds",
+            "Until a text engine would queue a request of priority 0, as it said last; 0: at once.",
+            labels=["replica"],
+        )
+        for engine in self._engines.replicas:
+            room.add_metric([engine.url], self._engines.room_in_s([engine], 0))
+        yield room
         ready = GaugeMetricFamily(f"{_NAME}replica_ready", "1 if ready.", labels=["service", "replica"])
         outstanding = GaugeMetricFamily(
             f"{_NAME}replica_outstanding", "Requests of this gateway at a replica.", labels=["service", "replica"]

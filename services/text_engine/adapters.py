@@ -106,8 +106,10 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         """No new request gets it; running ones go on. Raises ModelNotFound."""
-        adapter = self.find(name)
-        del self._by_name[name]
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:
+            loaded = ", ".join(self._by_name) or "none"
+            raise ModelNotFound(f"no adapter {name[:80]!r} is loaded here; loaded: {loaded}", param="lora_name")
         adapter.is_served = False
         self._drop_if_done(adapter)
 

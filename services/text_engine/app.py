@@ -19,17 +19,21 @@ from starlette.types import Receive, Scope, Send
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.runner.tensor_parallel import end_without_cleanup
 from services.text_engine.service import TextEngineService
-from shared.errors import NotReady
+from shared.client_certificate import RequireClientCertificate
+from shared.errors import NotReady, Overloaded
 from shared.http_errors import error_response, install_error_handlers
 from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
 from shared.request_id import RequestIds
 from shared.server import serve
 from shared.service_token import RequireServiceToken
+from shared.settings import reason_of
 from shared.state import EngineState
+from shared.tls import Tls
 from shared.tracing import tracing
 from shared.wire import (
     NDJSON,
+    ROOM_HEADER,
     AbortRequest,
     CacheState,
     GenerateEvent,
@@ -43,16 +47,22 @@ from shared.wire import (
 )
 
 log = get_logger(__name__)
+_ENGINE_DIED = "the engine cannot go on; the log says why"
 
 
 def create_app(settings: TextEngineSettings) -> FastAPI:
     """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
 
     tracer = tracing("text-engine")
+    tls = Tls(
+        "services", cert_file=settings.tls_cert_file, key_file=settings.tls_key_file, ca_file=settings.tls_ca_file
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = TextEngineService(settings, on_death=partial(_give_up, app))
+        service = app.state.service = TextEngineService(
+            settings, on_death=partial(_give_up, app, _ENGINE_DIED), tls=tls
+        )
         loading = asyncio.create_task(_load_or_die(app, service))
         yield
         loading.cancel()
@@ -61,6 +71,9 @@ def create_app(settings: TextEngineSettings) -> FastAPI:
             await asyncio.to_thread(tracer.close)
 
     app = FastAPI(title="Diptych text engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.identities, app.state.tls_context = (tls,), tls.server_context()
+    if settings.tls_require_client_cert:
+        app.add_middleware(RequireClientCertificate)
     if settings.service_token:
         app.add_middleware(RequireServiceToken, tokens=settings.service_token)
     app.add_middleware(RequestIds)
@@ -89,6 +102,8 @@ def run(settings: TextEngineSettings) -> None:
             port=settings.port,
             drain_timeout_s=settings.drain_timeout_s,
             on_drain=start_draining,
+            tls_context=app.state.tls_context,
+            identities=app.state.identities,
         )
     finally:
         if settings.tensor_parallel_size > 1 and getattr(app.state, "failed", False):
@@ -100,13 +115,14 @@ async def _load_or_die(app: FastAPI, service: TextEngineService) -> None:
         await service.start()
     except Exception as error:
         expected = isinstance(error, ValueError | OSError)
-        log.error("the model cannot be loaded", reason=str(error), exc_info=None if expected else error)
-        _give_up(app)
+        reason = reason_of(error, TextEngineSettings)
+        log.error("the model cannot be loaded", reason=reason, exc_info=None if expected else error)
+        _give_up(app, reason)
 
 
-def _give_up(app: FastAPI) -> None:
+def _give_up(app: FastAPI, reason: str) -> None:
     """End the process with an error, so that whoever supervises it starts another."""
-    app.state.failed = True
+    app.state.failed = reason
     if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
         stop()
 
@@ -119,10 +135,10 @@ class _EventStream(Response):
 
     media_type = NDJSON
 
-    def __init__(self, first: GenerateEvent, rest: AsyncGenerator[GenerateEvent]) -> None:
+    def __init__(self, first: GenerateEvent, rest: AsyncGenerator[GenerateEvent], headers: dict[str, str]) -> None:
         self._first = first
         self._rest = rest
-        super().__init__()
+        super().__init__(headers=headers)
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,11 +167,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def _room(service: TextEngineService, body: GenerateRequest) -> dict[str, str]:
+    return {ROOM_HEADER: f"{service.room_in_s(body.priority):.4g}"}
+
+
 def _line(event: GenerateEvent) -> bytes:
     return event.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
-def _service(request: Request) -> TextEngineService:
+async def _service(request: Request) -> TextEngineService:
+    """A coroutine, for a plain function would be called in a thread: two waits for the interpreter a request."""
     service: TextEngineService = request.app.state.service
     return service
 
@@ -167,8 +188,13 @@ def _add_routes(app: FastAPI) -> None:
     @app.post("/v1/generate")
     async def generate(body: GenerateRequest, service: Service) -> Response:
         events = service.generate(body)
-        first = await anext(events)  # what is wrong with the request is an HTTP error, not an event
-        return _EventStream(first, events)
+        try:
+            first = await anext(events)  # what is wrong with the request is an HTTP error, not an event
+        except Overloaded as error:
+            refusal = error_response(error)
+            refusal.headers.update(_room(service, body))
+            return refusal
+        return _EventStream(first, events, _room(service, body))
 
     @app.post("/v1/abort")
     async def abort(body: AbortRequest, service: Service) -> Response:

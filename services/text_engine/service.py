@@ -33,11 +33,22 @@ from services.text_engine.prompt import Prompt
 from services.text_engine.request_timeline import FetchLog, embedding_sources, stage_spans
 from services.text_engine.state import engine_state, take_snapshot
 from shared.embedding_cache import EmbeddingCache
-from shared.errors import ContextTooLong, DiptychError, InvalidRequest, NotReady, RequestAborted, UnsupportedFeature
+from shared.errors import (
+    ContextTooLong,
+    DiptychError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    RequestAborted,
+    UnsupportedFeature,
+)
 from shared.log import get_logger
+from shared.metrics import watch_certificates
+from shared.peer_names import PeerNames
 from shared.sampling import Constraint, SamplingParams
 from shared.service_token import token_headers
 from shared.state import EngineState
+from shared.tls import Tls
 from shared.tracing import Attributes, current_span
 from shared.wire import (
     CacheState,
@@ -58,19 +69,31 @@ STATE_TIMEOUT_S = 2.0
 class TextEngineService:
     """Create it on the event loop that serves requests; `start` loads the model in the background."""
 
-    def __init__(self, settings: TextEngineSettings, on_death: Callable[[], None] = lambda: None) -> None:
-        """on_death   called when the engine's thread has died, after every running request has been told"""
+    def __init__(
+        self, settings: TextEngineSettings, on_death: Callable[[], None] = lambda: None, tls: Tls | None = None
+    ) -> None:
+        """
+        on_death   called when the engine's thread has died, after every running request has been told
+        tls        how it reaches encoders and Redis that speak TLS; None: by the public authorities
+        """
+        tls = tls or Tls("services")
         self.settings = settings
         self._tell_of_death = on_death
         self.metrics = EngineMetrics()
+        watch_certificates(self.metrics.registry, (tls,))
         self.load_error: Exception | None = None
         self.is_draining = False
         self._loop = asyncio.get_running_loop()
         self._built: BuiltEngine | None = None
         self._thread: EngineThread | None = None
         self._fetcher: EmbeddingFetcher | None = None
-        self._http = httpx.AsyncClient(trust_env=False, headers=token_headers(settings.service_token))
-        self._cache = EmbeddingCache(settings.redis_url, op_timeout_s=settings.redis_timeout_s)
+        self._http = httpx.AsyncClient(
+            trust_env=False,
+            verify=tls.client_context(),
+            event_hooks={"request": [PeerNames(settings.tls_server_name).name_request]},
+            headers=token_headers(settings.service_token),
+        )
+        self._cache = EmbeddingCache(settings.redis_url, op_timeout_s=settings.redis_timeout_s, tls=tls)
         self._num_preparing = 0
         self._streams: dict[str, asyncio.Queue[EngineOutput]] = {}
         self._is_idle = asyncio.Event()
@@ -182,6 +205,10 @@ class TextEngineService:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
+    def room_in_s(self, priority: int) -> float:
+        """When another request of this priority would be queued; 0: at once."""
+        return 0.0 if self._built is None else self._built.engine.queue.room_in_s(priority, self._num_preparing)
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
         """Run one request. Errors known beforehand are raised before the first event, later ones are the last event.
 
@@ -190,7 +217,11 @@ class TextEngineService:
         arrived_at = time.monotonic()
         built = self._require_built()
         # Before anything is spent on the prompt: under overload refusals are most of what there is to say.
-        built.engine.check_queue(request.priority, num_preparing=self._num_preparing)
+        try:
+            built.engine.queue.check(request.priority, num_preparing=self._num_preparing)
+        except Overloaded:
+            self.metrics.refused.inc()
+            raise
         self._num_preparing += 1
         try:
             engine_request = await asyncio.to_thread(_prepare, built, request)

@@ -13,8 +13,12 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from shared.errors import InvalidRequest
 from shared.log import get_logger
+from shared.malloc import return_free_memory
 
 log = get_logger(__name__)
+
+# Characters of a text whose encoding, some 200 bytes a character, is worth giving back to the system afterwards.
+LONG_TEXT = 1 << 18
 
 
 class Tokenizer:
@@ -49,15 +53,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises InvalidRequest for text that is not Unicode: JSON can spell half of a surrogate pair."""
-        _check_unicode(text)
-        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _encode(self._rust, text, add_special_tokens=add_special_tokens)
 
     def encode_literal(self, text: str) -> list[int]:
         """Encode text in which the spelling of a special token is just letters."""
-        _check_unicode(text)
-        ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._literal, text, add_special_tokens=False)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of whole sequence of ids, special tokens left out."""
@@ -133,6 +133,14 @@ class Tokenizer:
             else:
                 table[token_id] = self._rust.decode([token_id]).encode()
         return table
+
+
+def _encode(rust: RustTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    _check_unicode(text)
+    ids: list[int] = rust.encode(text, add_special_tokens=add_special_tokens).ids
+    if len(text) >= LONG_TEXT:
+        return_free_memory()
+    return ids
 
 
 def _check_unicode(text: str) -> None:

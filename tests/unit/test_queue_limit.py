@@ -1,0 +1,97 @@
+"""Who may still join the queue: its bounds in number and in time, for a real scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.text_engine.core.queue_limit import DRAINED_SHARE, RETRY_FULL_S, QueueLimit
+from shared.errors import Overloaded
+from tests.unit.test_scheduler import CAT, Driver, Images, make_sequence, picture_question
+
+
+def served_one_by_one(num_waiting: int, *, max_queue_wait_s: float, step_s: float = 0.5) -> tuple[Driver, QueueLimit]:
+    """An engine with one place, every answer of which takes 4 steps, and so many behind it."""
+    driver = Driver(num_blocks=256, max_num_seqs=1)
+    queue = QueueLimit(driver.scheduler, max_queue_wait_s=max_queue_wait_s)
+    for number in range(num_waiting + 11):
+        driver.add(make_sequence(f"q{number}", 5, max_tokens=4))
+    for _ in range(40):  # ten of them are over then, and the eleventh begins with the next step
+        driver.step()
+        queue.note_step(step_s)
+    driver.step()
+    queue.note_step(step_s)
+    assert len(driver.scheduler.waiting) == num_waiting
+    return driver, queue
+
+
+def test_whoever_would_wait_too_long_is_refused_and_told_when_to_come_back():
+    _, queue = served_one_by_one(6, max_queue_wait_s=8.0)
+    wait_s = queue.wait_s(priority=0)
+    assert wait_s == pytest.approx(6 * 2.0, rel=0.25)
+    assert queue.room_in_s(0) == pytest.approx(wait_s - 8.0 + DRAINED_SHARE * 8.0)
+    with pytest.raises(Overloaded, match="6 requests are ahead") as refusal:
+        queue.check(0)
+    assert refusal.value.retry_after_s == queue.room_in_s(0)
+
+
+def test_whoever_would_be_served_in_time_is_let_in():
+    _, queue = served_one_by_one(3, max_queue_wait_s=8.0)
+    queue.check(0)
+    assert queue.room_in_s(0) == 0
+
+
+def test_those_behind_a_newcomer_do_not_count():
+    _, queue = served_one_by_one(6, max_queue_wait_s=8.0)
+    queue.check(priority=-1)
+    assert queue.room_in_s(-1) == 0 < queue.room_in_s(0)
+
+
+def test_requests_that_were_let_in_and_are_not_queued_yet_count():
+    _, queue = served_one_by_one(3, max_queue_wait_s=8.0)
+    with pytest.raises(Overloaded):
+        queue.check(0, num_preparing=3)
+    assert queue.room_in_s(0, num_preparing=3) > 0
+
+
+def test_who_waits_for_a_picture_is_in_nobodys_way():
+    driver, queue = served_one_by_one(3, max_queue_wait_s=8.0)
+    before = queue.wait_s(0)
+    asked = picture_question("picture", CAT)
+    asked.awaited_image = asked.images[0]
+    driver.add(asked)
+    assert queue.wait_s(0) == before
+
+
+def test_several_may_begin_in_one_step():
+    driver = Driver(num_blocks=256, max_num_seqs=4, images=Images())
+    queue = QueueLimit(driver.scheduler, max_queue_wait_s=100)
+    for number in range(400):
+        driver.add(make_sequence(f"q{number}", 5, max_tokens=1))
+    for _ in range(60):
+        driver.step()
+        queue.note_step(0.5)
+    assert queue.wait_s(0) == pytest.approx(len(driver.scheduler.waiting) / 8, rel=0.1)
+
+
+def test_the_number_of_those_that_wait_is_bounded_too():
+    driver = Driver()
+    queue = QueueLimit(driver.scheduler, max_waiting_requests=2)
+    driver.add(make_sequence("a", 5))
+    queue.check(0)
+    with pytest.raises(Overloaded, match="1 requests are waiting; this server queues 2"):
+        queue.check(0, num_choices=2)
+    driver.add(make_sequence("b", 5))
+    assert queue.room_in_s(0) == RETRY_FULL_S
+    with pytest.raises(Overloaded):
+        queue.check(0)
+
+
+def test_without_a_bound_in_time_everybody_may_wait():
+    driver = Driver(max_num_seqs=1)
+    queue = QueueLimit(driver.scheduler)
+    for number in range(300):
+        driver.scheduler.add(make_sequence(f"q{number}", 5))
+    driver.step()
+    queue.note_step(10.0)
+    queue.check(0)
+    assert queue.room_in_s(0) == 0 < queue.wait_s(0)
