@@ -78,6 +78,8 @@ class Admission:
 
         Raises EmbeddingNotFound if not the image was at fault but its encoder: then it is worth encoding it again.
         """
+        if not self.images:
+            return await opening
         task = asyncio.create_task(opening)
         try:
             while not task.done():

@@ -18,9 +18,11 @@ class Keyring:
     """The keys that open this gateway; an empty one is open to all.
 
     keys   "key", or "name:key" for a name in metrics and limits; without one it is called after its digest
+    kind   of key, as refusals call it
     """
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], kind: str = "API key") -> None:
+        self._kind = kind
         # Digests have one length, so a comparison tells nothing about a key's own length either.
         self._names = dict(_name_and_digest(key) for key in keys)
 
@@ -30,12 +32,12 @@ class Keyring:
             return ANONYMOUS
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("an API key is needed: send the header 'Authorization: Bearer <key>'")
+            raise Unauthorized(f"an {self._kind} is needed: send the header 'Authorization: Bearer <key>'")
         given = _digest(key.strip())
         # Every key is compared: how long it takes does not tell which one it was.
         matches = [name for known, name in self._names.items() if hmac.compare_digest(given, known)]
         if not matches:
-            raise Unauthorized("the API key is not valid")
+            raise Unauthorized(f"the {self._kind} is not valid")
         return matches[0]
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final
 
 from services.gateway.file_store import FileInfo, FileStore, new_file_id
-from shared.errors import FileNotFound, NotReady
+from shared.errors import FileNotFound, FileQuotaExceeded, NotReady
 from shared.hashing import off_loop
 from shared.image_header import read_header
 
@@ -37,7 +37,7 @@ class ChosenIds:
     async def keep(self, uuid: str, owner: str, data: bytes) -> None:
         """Stored anew only where the name is new, its picture is, or half of its time is over; what it replaces goes.
 
-        Raises InvalidImage for what begins as none.
+        Raises InvalidImage for what begins as none; FileQuotaExceeded.
         """
         read_header(data)
         content = await content_digest(data)
@@ -59,10 +59,21 @@ class ChosenIds:
             content=content,
             is_sent_along=True,
         )
-        await self._store.put(info, data)
-        if found is not None and found.is_sent_along:
-            with suppress(FileNotFound, NotReady):  # then it goes when its time is over
-                await self._store.delete(found.id, owner)
+        replaced = found if found is not None and found.is_sent_along else None
+        try:
+            await self._store.put(info, data)
+        except FileQuotaExceeded:
+            if replaced is None:
+                raise
+            await self._give_up(replaced)  # before its time: the newer one may fit into its place
+            await self._store.put(info, data)
+        else:
+            if replaced is not None:
+                await self._give_up(replaced)
+
+    async def _give_up(self, info: FileInfo) -> None:
+        with suppress(FileNotFound, NotReady):  # then it goes when its time is over
+            await self._store.delete(info.id, info.owner)
 
 
 async def content_digest(data: bytes) -> str:

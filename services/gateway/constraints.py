@@ -40,7 +40,7 @@ def _of_format(given: ResponseFormat) -> Iterator[Constraint]:
     if given.json_schema is not None:
         lenient = given.json_schema.strict is False
         value = _schema_text(given.json_schema.schema_, lenient=lenient)
-        yield Constraint(kind="json_schema", value=value, param="response_format")
+        yield Constraint(kind="json_schema", value=value, param="response_format.json_schema.schema")
     elif given.type == "json_object":
         yield Constraint(kind="json_object", param="response_format")
 

@@ -2,15 +2,18 @@
 
 Redis decides where it can be asked. Where it cannot, or has lost a file, the gateway that took the upload still has it,
 as long as its memory allows. A deletion leaves a mark in Redis for the rest of the file's life, so that no gateway
-brings the file back from its memory.
+brings the file back from its memory. An owner's files may take so many bytes in Redis, whichever gateways they come
+through; where Redis cannot be asked, so many in this gateway's memory.
 
     diptych:file:{id}       hash: info (JSON) and data, or only `gone` after a deletion
     diptych:files:{owner}   sorted set of the owner's ids, scored by when they expire
     diptych:file-name:{digest of owner and uuid}   the id of the owner's newest file under the name `uuid`
+    diptych:file-account:{owner}, diptych:file-bytes:{owner}   see file_scripts
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import Counter, OrderedDict
@@ -19,9 +22,10 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError
 
-from shared.errors import FileNotFound, NotReady
+from services.gateway.file_scripts import ACCOUNT_PREFIX, BYTES_PREFIX, FORGET, KEEP
+from shared.errors import FileNotFound, FileQuotaExceeded, NotReady
 from shared.hashing import digest
 from shared.redis_link import RedisLink
 
@@ -34,6 +38,8 @@ RETRY_AFTER_S: Final = 2.0
 ENTRY_BYTES: Final = 2048  # what an entry takes beside its bytes
 SWEEP_INTERVAL_S: Final = 1.0
 MAX_LISTED: Final = 10_000
+
+Argument = bytes | str | int  # of a script
 
 
 class FileInfo(BaseModel):
@@ -65,26 +71,40 @@ def new_file_id() -> str:
 
 
 class FileStore:
-    def __init__(self, link: RedisLink, *, max_memory_bytes: int) -> None:
+    """max_bytes_per_owner   of one owner's files, each with ENTRY_BYTES beside its own; 0: no limit"""
+
+    def __init__(self, link: RedisLink, *, max_memory_bytes: int, max_bytes_per_owner: int = 0) -> None:
         self._link = link
         self._memory = FileMemory(max_memory_bytes)
+        self._max_bytes_per_owner = max_bytes_per_owner
 
     async def put(self, info: FileInfo, data: bytes) -> None:
+        """Raises FileQuotaExceeded, and keeps nothing, if the owner's files would take too many bytes."""
+        size_bytes = _size_in_account(info)
+
+        async def keep(redis: Redis) -> tuple[bool, int]:
+            keys = _keys_of(info)
+            if info.uuid is not None:
+                keys.append(_name_key(info.uuid, info.owner))
+            args: list[Argument] = [info.id, info.model_dump_json(), data, size_bytes, info.expires_at]
+            limits: list[Argument] = [self._max_bytes_per_owner, LONGEST_LIFE_S, FILE_PREFIX]
+            is_kept, used_bytes = await redis.register_script(KEEP)(keys, [*args, *limits])
+            return bool(is_kept), int(used_bytes)
+
+        unanswered: tuple[bool, int] | None = None
+        answer = await self._link.attempt(keep, default=unanswered)
+        is_kept, used_bytes = answer or self._fits_in_memory(info.owner, size_bytes)
+        if not is_kept:
+            raise FileQuotaExceeded(
+                f"the files of this API key take {used_bytes} bytes, and this one would take {size_bytes}; at most "
+                f"{self._max_bytes_per_owner}: delete some (DELETE /v1/files/{{id}}), or wait until they expire"
+            )
         self._memory.put(info, data)
 
-        async def store(redis: Redis) -> None:
-            pipeline = redis.pipeline(transaction=False)
-            pipeline.hset(FILE_PREFIX + info.id, mapping={"info": info.model_dump_json(), "data": data})
-            pipeline.expireat(FILE_PREFIX + info.id, info.expires_at)
-            owned = OWNER_PREFIX + info.owner
-            pipeline.zadd(owned, {info.id: info.expires_at})
-            pipeline.zremrangebyscore(owned, 0, time.time())
-            pipeline.expire(owned, LONGEST_LIFE_S)
-            if info.uuid is not None:
-                pipeline.set(_name_key(info.uuid, info.owner), info.id, exat=info.expires_at)
-            await _run(pipeline)
-
-        await self._link.attempt(store, default=None)
+    def _fits_in_memory(self, owner: str, size_bytes: int) -> tuple[bool, int]:
+        used_bytes = self._memory.num_bytes_of(owner)
+        limit = self._max_bytes_per_owner
+        return not limit or used_bytes + size_bytes <= limit, used_bytes
 
     async def info(self, file_id: str) -> FileInfo:
         """Raises FileNotFound; NotReady if Redis may hold the file and cannot be asked."""
@@ -153,12 +173,8 @@ class FileStore:
             raise _not_found(file_id)
 
         async def forget(redis: Redis) -> bool:
-            pipeline = redis.pipeline(transaction=False)
-            pipeline.hset(FILE_PREFIX + file_id, "gone", "1")
-            pipeline.hdel(FILE_PREFIX + file_id, "info", "data")
-            pipeline.expireat(FILE_PREFIX + file_id, info.expires_at)
-            pipeline.zrem(OWNER_PREFIX + info.owner, file_id)
-            await _run(pipeline)
+            args: list[Argument] = [file_id, _size_in_account(info), info.expires_at]
+            await redis.register_script(FORGET)(_keys_of(info), args)
             return True
 
         if self._link.enabled and not await self._link.attempt(forget, default=False):
@@ -210,7 +226,7 @@ class FileMemory:
         self._owned: dict[str, OrderedDict[str, None]] = {}  # owner -> ids, the least recently used first
         self._num_bytes: Counter[str] = Counter()  # by owner
         self._names: dict[tuple[str, str], str] = {}  # (uuid, owner) -> the newest file's id
-        self._swept_at = 0.0
+        self._swept_at = -math.inf
 
     @property
     def num_bytes(self) -> int:
@@ -222,12 +238,19 @@ class FileMemory:
         self._num_bytes[info.owner] += len(data) + ENTRY_BYTES
         if info.uuid is not None:
             self._names[info.uuid, info.owner] = info.id
-        if (now := time.time()) - self._swept_at > SWEEP_INTERVAL_S:
-            self._swept_at = now
-            for file_id in [other.id for other, _ in self._files.values() if other.expires_at <= now]:
-                self.discard(file_id)
+        self._sweep()
         while self.num_bytes > self._max_bytes and len(self._files) > 1:
             self.discard(self._first_to_go(info.id))
+
+    def _sweep(self) -> None:
+        """Now and then let go of what has expired."""
+        # By the timer: after the clock has jumped back it would not be time again for as long as the jump.
+        if (tick := time.monotonic()) - self._swept_at <= SWEEP_INTERVAL_S:
+            return
+        self._swept_at = tick
+        now = time.time()
+        for file_id in [info.id for info, _ in self._files.values() if info.expires_at <= now]:
+            self.discard(file_id)
 
     def _first_to_go(self, newest: str) -> str:
         firsts = {owner: next(iter(ids)) for owner, ids in self._owned.items()}
@@ -244,6 +267,11 @@ class FileMemory:
             return None
         self._owned[info.owner].move_to_end(file_id)
         return self._files[file_id][1]
+
+    def num_bytes_of(self, owner: str) -> int:
+        """Of the owner's files, what has just expired included."""
+        self._sweep()
+        return self._num_bytes[owner]
 
     def owned_by(self, owner: str) -> list[str]:
         return list(self._owned.get(owner, ()))
@@ -271,8 +299,10 @@ def _not_found(file_id: str) -> FileNotFound:
     return FileNotFound(f"there is no file {file_id[:80]!r} here: it was never uploaded, was deleted, or has expired")
 
 
-async def _run(pipeline: Any) -> None:
-    # No MULTI and no raise_on_error: for an error message redis-py would spell out the command, the file and all.
-    for reply in await pipeline.execute(raise_on_error=False):
-        if isinstance(reply, RedisError):
-            raise reply
+def _size_in_account(info: FileInfo) -> int:
+    return info.size_bytes + ENTRY_BYTES
+
+
+def _keys_of(info: FileInfo) -> list[str]:
+    """What both scripts touch."""
+    return [FILE_PREFIX + info.id, *(prefix + info.owner for prefix in (OWNER_PREFIX, ACCOUNT_PREFIX, BYTES_PREFIX))]

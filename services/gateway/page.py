@@ -14,12 +14,17 @@ from starlette.responses import FileResponse, Response
 from services.gateway.assets import SAFE_HEADERS, Assets
 from shared.errors import NotFound
 
+_STATUS_LINK: Final = '      <a class="button ghost" href="/status">Status</a>\n'
 _PICTURES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
 
-def page_routes(assets: Assets, samples_dir: Path | None) -> APIRouter:
-    """samples_dir   pictures to offer; `samples.json` in it may say what they show and what to ask"""
+def page_routes(assets: Assets, samples_dir: Path | None, *, has_status: bool) -> APIRouter:
+    """samples_dir   pictures to offer; `samples.json` in it may say what they show and what to ask
+    has_status    there is a control room to link to
+    """
     router = APIRouter(include_in_schema=False)
+    if not has_status:
+        assets.leave_out("index.html", _STATUS_LINK)
     samples = {} if samples_dir is None else _samples(samples_dir)
 
     @router.get("/")

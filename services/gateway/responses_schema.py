@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema
 
 from services.gateway.base_schema import Body, Int64, JsonObject
 from services.gateway.chosen_ids import MAX_UUID_CHARS
+from services.gateway.cut_urls import Url
 from services.gateway.schema import (
     GenerationBody,
     ReasoningEffort,
@@ -61,7 +62,7 @@ class InputImage(Body):
     """`image_url` or `file_id`, both the chat's `image_url`, and `uuid`, which may stand alone."""
 
     type: Literal["input_image"]
-    image_url: str | None = None
+    image_url: Url | None = None
     file_id: str | None = None
     detail: RequestedDetail = "auto"
     uuid: str | None = Field(default=None, min_length=1, max_length=MAX_UUID_CHARS)

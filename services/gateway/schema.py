@@ -17,12 +17,14 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.base_schema import Body, Int64, JsonObject, shallow
 from services.gateway.chosen_ids import MAX_UUID_CHARS
+from services.gateway.cut_urls import Url
 from services.gateway.output_schema import ResponseFormat, SchemaOrText, StructuredOutputs, Tool, ToolChoice, Tools
 from shared.errors import InvalidRequest, UnsupportedFeature
 from shared.sampling import SamplingParams
 from shared.wire import ImageSize, RequestedDetail
 
 MAX_SIZES = 1024
+MAX_MESSAGES = 10_000  # in a conversation: more than any context holds, and each costs a tenth of a millisecond
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 
@@ -39,7 +41,7 @@ class Refused(Body):
 class ImageUrl(Body):
     """Exactly one of `url` and `file_id`; a file's id may also stand in the place of its URL."""
 
-    url: str | None = None
+    url: Url | None = None
     file_id: str | None = Field(default=None, pattern="^file-")
     detail: RequestedDetail = "auto"
 
@@ -138,7 +140,7 @@ class Message(Body):
 
 
 # A list ends at its first bad entry: nobody reads a million complaints, and they cost as many allocations.
-Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
 
 
 # --- reasoning ------------------------------------------------------------------------------------------------------

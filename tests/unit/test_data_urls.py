@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.images import UNQUOTED_AT_ONCE, decode_data_url
+from services.gateway.data_urls import PIECE_CHARS, decode_data_url
 from shared.errors import InvalidImageUrl
 
 PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
@@ -65,7 +65,7 @@ def test_a_malformed_data_url_is_refused_in_words(url: str, complaint: str):
 def test_percent_encoding_is_undone_however_long_the_url_is(shift: int):
     data = bytes(range(256)) * 300 + bytes(shift)
     payload = "".join(f"%{ord(char):02X}" if i % 2 else char for i, char in enumerate(base64.b64encode(data).decode()))
-    assert len(payload) > 3 * UNQUOTED_AT_ONCE
+    assert len(payload) > 3 * PIECE_CHARS
     assert decode_data_url(f"data:{' ' * shift};base64,{payload[:1]}{' ' * shift}{payload[1:]}") == data
 
 

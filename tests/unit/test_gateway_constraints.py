@@ -70,7 +70,7 @@ def test_response_formats_become_constraints():
     given = {"name": "x", "schema": SCHEMA, "strict": True}
     constraint = asked(response_format={"type": "json_schema", "json_schema": given})
     assert constraint is not None
-    assert (constraint.kind, constraint.param) == ("json_schema", "response_format")
+    assert (constraint.kind, constraint.param) == ("json_schema", "response_format.json_schema.schema")
     assert json.loads(constraint.value) == SCHEMA | {"additionalProperties": False}
     assert constraint.value.index('"b"') < constraint.value.index('"a"'), "the order of properties is the answer's"
 
@@ -234,7 +234,7 @@ def test_with_tools_at_hand_a_json_format_holds_for_answers_that_are_no_call():
     either = planned(tools=[NOW], response_format=format_).constraint
     assert either is not None
     assert either.value.startswith("start: calls | answer\n")
-    assert either.param == "response_format"
+    assert either.param == "response_format.json_schema.schema"
     forced = planned(tools=[NOW], tool_choice="required", response_format=format_).constraint
     assert forced is not None
     assert "answer" not in forced.value

@@ -1,0 +1,261 @@
+"""HTTP/1.1 to the other services without TLS, as a transport of httpx: asyncio's sockets, httptools' parser, one write.
+
+httpx's own takes a millisecond of Python for every request, which would be a third of what the gateway adds to the
+first token. This one does only what the services need: no proxies, no HTTP/2, no HEAD, request bodies that are all
+there. It has no limit on connections; the services bound their queues themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Final, cast
+
+import httptools
+import httpx
+
+MAX_HEAD_BYTES: Final = 64 * 1024  # of an answer
+MAX_BUFFERED_BYTES: Final = 1024 * 1024  # of an answer's body that nobody has read yet; then its sender has to wait
+JOINED_BYTES: Final = 64 * 1024  # bodies up to this size are copied behind their head, into the same packet
+
+Origin = tuple[str, int]
+
+
+class PlainTransport(httpx.AsyncBaseTransport):
+    """keepalive_s   how long an idle connection may be used again
+    max_idle      connections to one origin that are kept for that
+    """
+
+    def __init__(self, *, keepalive_s: float, max_idle: int) -> None:
+        self._keepalive_s = keepalive_s
+        self._max_idle = max_idle
+        self._idle: dict[Origin, deque[Connection]] = {}  # the longest idle first
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises httpx.TransportError of the usual kinds."""
+        timeouts = request.extensions.get("timeout", {})
+        origin = request.url.host, request.url.port or 80
+        body = await request.aread()
+        connection = self._take(origin) or await _connect(origin, timeouts.get("connect"))
+        try:
+            await connection.ask(_head(request), body, timeouts.get("write"), timeouts.get("read"))
+        except BaseException:
+            connection.close()
+            raise
+        answer = _Answer(connection, timeouts.get("read"), lambda: self._give_back(origin, connection))
+        return httpx.Response(connection.status, headers=connection.headers, stream=answer)
+
+    async def aclose(self) -> None:
+        self._max_idle = 0  # what is still in use is not kept afterwards
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.close()
+        self._idle.clear()
+
+    def _take(self, origin: Origin) -> Connection | None:
+        """The one that was used last; the others may grow too old meanwhile."""
+        idle = self._idle.get(origin, ())
+        while idle:
+            connection = idle.pop()
+            if connection.is_reusable and connection.idle_since > time.monotonic() - self._keepalive_s:
+                return connection
+            connection.close()
+        return None
+
+    def _give_back(self, origin: Origin, connection: Connection) -> None:
+        if not connection.is_reusable:
+            connection.close()
+            return
+        connection.idle_since = now = time.monotonic()
+        idle = self._idle.setdefault(origin, deque())
+        idle.append(connection)
+        while idle and (len(idle) > self._max_idle or idle[0].idle_since < now - self._keepalive_s):
+            idle.popleft().close()
+
+
+class Connection(asyncio.Protocol):
+    """One socket and the answer that is coming in on it.
+
+    status, headers   of the answer, once `ask` has returned
+    idle_since        by time.monotonic(); kept by whoever keeps the connection
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.idle_since = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._chunks: list[bytes] = []
+        self._num_head_bytes = 0
+        self._num_buffered_bytes = 0
+        self._is_asked = False
+        self._has_head = False
+        self._is_complete = True
+        self._is_last = False  # the other side closes the connection after this answer
+        self._is_writable = True
+        self._is_paused = False  # reading is
+        self._failure: httpx.TransportError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_reusable(self) -> bool:
+        transport = self._transport
+        is_open = transport is not None and not transport.is_closing() and self._failure is None
+        # What is still to be written belongs to a request that was answered before it was read.
+        return is_open and self._is_complete and not self._is_last and self._is_writable
+
+    async def ask(self, head: bytes, body: bytes, write_timeout_s: float | None, read_timeout_s: float | None) -> None:
+        """Send a request and wait for the head of its answer."""
+        assert self._transport is not None
+        assert self._is_complete, "one request at a time"
+        self.headers = []
+        self._num_head_bytes = 0
+        self._is_asked, self._has_head, self._is_complete = True, False, False
+        if len(body) <= JOINED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        # The answer may come before all is written: then it is a refusal.
+        await self._until(lambda: self._is_writable or self._has_head, write_timeout_s, httpx.WriteTimeout)
+        await self._until(lambda: self._has_head, read_timeout_s, httpx.ReadTimeout)
+
+    async def read(self, timeout_s: float | None) -> bytes:
+        """More of the answer's body; nothing at its end."""
+        await self._until(lambda: bool(self._chunks) or self._is_complete, timeout_s, httpx.ReadTimeout)
+        data = b"".join(self._chunks)
+        self._chunks.clear()
+        self._num_buffered_bytes = 0
+        if self._is_paused and self._transport is not None and not self._transport.is_closing():
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _until(
+        self, is_met: Callable[[], bool], timeout_s: float | None, timed_out: type[httpx.TimeoutException]
+    ) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not is_met():
+                    if self._failure is not None:
+                        raise self._failure
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+        except TimeoutError:
+            raise timed_out(f"nothing moved for {timeout_s} s") from None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, failure: httpx.TransportError) -> None:
+        self._failure = self._failure or failure
+        self.close()
+        self._wake()
+
+    # --- called by the event loop -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are it by their methods only
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_asked or self._is_complete:
+            self._fail(httpx.RemoteProtocolError("the other side spoke without being asked"))
+            return
+        if not self._has_head:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(httpx.RemoteProtocolError(f"the answer is no HTTP: {error}"))
+        if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._fail(httpx.RemoteProtocolError(f"the answer's head has more than {MAX_HEAD_BYTES} bytes"))
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._has_head and not self._is_complete and not self._tells_its_end():
+            self._is_complete = True
+        self._fail(httpx.ReadError(str(error)) if error else httpx.RemoteProtocolError("the connection was closed"))
+
+    def pause_writing(self) -> None:
+        self._is_writable = False
+
+    def resume_writing(self) -> None:
+        self._is_writable = True
+        self._wake()
+
+    # --- called by the parser ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            raise ValueError("a second answer to one request")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status < 200:  # what comes before an answer
+            self.headers = []
+            return
+        self._has_head = True
+        self._is_last = not self._parser.should_keep_alive()
+
+    def on_body(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._chunks.append(data)
+        self._num_buffered_bytes += len(data)
+        if self._num_buffered_bytes > MAX_BUFFERED_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        self._is_complete = self._has_head
+
+    def _tells_its_end(self) -> bool:
+        return any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+
+
+class _Answer(httpx.AsyncByteStream):
+    def __init__(self, connection: Connection, timeout_s: float | None, give_back: Callable[[], None]) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._give_back: Callable[[], None] | None = give_back
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while data := await self._connection.read(self._timeout_s):
+            yield data
+
+    async def aclose(self) -> None:
+        """An answer that was not read to its end costs its connection: the other side learns of it."""
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
+
+
+async def _connect(origin: Origin, timeout_s: float | None) -> Connection:
+    host, port = origin
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
+    except TimeoutError:
+        raise httpx.ConnectTimeout(f"no connection to {host}:{port} within {timeout_s} s") from None
+    except OSError as error:
+        raise httpx.ConnectError(f"no connection to {host}:{port}: {error}") from error
+    return connection
+
+
+def _head(request: httpx.Request) -> bytes:
+    lines = [b"%s %s HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
+    lines += [name + b": " + value for name, value in request.headers.raw]
+    head = b"\r\n".join(lines)
+    if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1:
+        raise httpx.LocalProtocolError("a header's value has a line end in it")
+    return head + b"\r\n\r\n"
