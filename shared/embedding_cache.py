@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from shared import tensor_blob
 from shared.redis_link import RedisLink
+from shared.tls import Tls
 from shared.wire import ImageMetadata
 
 EMBEDDING_PREFIX: Final = "diptych:emb:"
@@ -51,6 +52,7 @@ class EmbeddingCache:
     url             None: no cache, every look-up misses and every lease is granted
     ttl_s           life of an entry since it was stored or last looked up
     op_timeout_s    the most that one operation may add to a request
+    tls             for rediss://
     lease_ttl_s     how soon a follower takes over from a leader that died
     """
 
@@ -60,6 +62,7 @@ class EmbeddingCache:
         *,
         ttl_s: float = 86_400.0,
         op_timeout_s: float = 0.3,
+        tls: Tls | None = None,
         lease_ttl_s: float = 5.0,
         failures_to_open: int = 3,
         probe_interval_s: float = 2.0,
@@ -74,6 +77,7 @@ class EmbeddingCache:
             url,
             op_timeout_s=op_timeout_s,
             subject="embedding cache",
+            tls=tls,
             failures_to_open=failures_to_open,
             probe_interval_s=probe_interval_s,
             warn_interval_s=warn_interval_s,

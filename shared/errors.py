@@ -97,6 +97,14 @@ class ServiceTokenRefused(DiptychError):
     code = "invalid_service_token"
 
 
+class ClientCertificateRequired(DiptychError):
+    """Whoever asked has shown no certificate, and this port answers only who does."""
+
+    status = 401
+    type = "authentication_error"
+    code = "client_certificate_required"
+
+
 class NotFound(DiptychError):
     status = 404
     type = "invalid_request_error"
@@ -132,6 +140,12 @@ class PayloadTooLarge(DiptychError):
     status = 413
     type = "invalid_request_error"
     code = "payload_too_large"
+
+
+class FileQuotaExceeded(PayloadTooLarge):
+    """With this file those of its API key would take more bytes than a key may keep."""
+
+    code = "file_quota_exceeded"
 
 
 class RateLimited(DiptychError):
@@ -211,5 +225,7 @@ def error_from_body(status: int, body: object, *, retry_after_s: float | None = 
     cls = _BY_CODE.get(str(error.get("code")), fallback)
     if cls is ServiceTokenRefused:  # our client did nothing wrong, and has no such token to mend
         return UpstreamFailed("another service refused this one's token: DIPTYCH_SERVICE_TOKEN differs between them")
+    if cls is ClientCertificateRequired:
+        return UpstreamFailed("another service wants this one's certificate: DIPTYCH_TLS_CERT_FILE is not set here")
     param = error.get("param")
     return cls(error["message"], param=param if isinstance(param, str) else None, retry_after_s=retry_after_s)

@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.responses import Response
 
 from shared.embedding_cache import EmbeddingCache
+from shared.tls import Tls
 
 PREFIX = "diptych:"
 TOTAL = "_total"
@@ -138,6 +139,28 @@ def watch_cache(registry: CollectorRegistry, cache: EmbeddingCache) -> None:
             "embedding_cache_breaker_open": ("1 while Redis is not asked", lambda: float(cache.breaker_open)),
         },
     )
+
+
+class _CertificateExpiry:
+    """Read at scrape time, for certificates are renewed while services run. Without any there is no sample."""
+
+    def __init__(self, identities: Sequence[Tls]) -> None:
+        self._identities = identities
+
+    def collect(self) -> list[Metric]:
+        family = GaugeMetricFamily(
+            f"{PREFIX}tls_certificate_expiry_timestamp_seconds",
+            "When the first certificate that this service shows or trusts expires, in Unix time, by its use",
+            labels=["use"],
+        )
+        for identity in self._identities:
+            if identity.expires_at is not None:
+                family.add_metric([identity.use], identity.expires_at.timestamp())
+        return [family]
+
+
+def watch_certificates(registry: CollectorRegistry, identities: Sequence[Tls]) -> None:
+    registry.register(_CertificateExpiry(identities))
 
 
 def counts_by_label(counter: Counter) -> dict[str, int]:

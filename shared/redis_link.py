@@ -6,15 +6,18 @@ Knows nothing of keys and values; what an outage means is up to whoever names th
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from shared.circuit_breaker import CircuitBreaker
+from shared.tls import Tls
 
 T = TypeVar("T")
 MAX_CONNECTIONS: Final = 16
@@ -26,6 +29,7 @@ class RedisLink:
     url             None: no Redis, every operation has its default as the result
     op_timeout_s    the most that one operation may take
     subject         what is out of order when Redis is, for the log
+    tls             for rediss:// whose URL names no files of its own
     """
 
     def __init__(
@@ -34,13 +38,14 @@ class RedisLink:
         *,
         op_timeout_s: float,
         subject: str,
+        tls: Tls | None = None,
         failures_to_open: int = 3,
         probe_interval_s: float = 2.0,
         warn_interval_s: float = 30.0,
     ) -> None:
         self.num_errors = 0
         self._op_timeout_s = op_timeout_s
-        self._redis = None if url is None else _connect(url, op_timeout_s)
+        self._redis = None if url is None else _connect(url, op_timeout_s, tls)
         self._breaker = CircuitBreaker(
             self._ping,
             failures_to_open=failures_to_open,
@@ -88,9 +93,20 @@ class RedisLink:
             await self._redis.ping()
 
 
-def _connect(url: str, op_timeout_s: float) -> Redis:
-    pool = BlockingConnectionPool.from_url(
-        url,
+class _TlsConnection(SSLConnection):
+    """Connects with a context of ours: the client's own would read renewed certificates never."""
+
+    def __init__(self, *, tls_context: ssl.SSLContext, **options: Any) -> None:
+        super().__init__(**options)
+        self.ssl_context.context = tls_context
+
+
+def _connect(url: str, op_timeout_s: float, tls: Tls | None) -> Redis:
+    options: dict[str, Any] = dict(parse_url(url))
+    if options.get("connection_class") is SSLConnection and not any(name.startswith("ssl_") for name in options):
+        options |= {"connection_class": _TlsConnection, "tls_context": (tls or Tls("services")).redis_context()}
+    pool = BlockingConnectionPool(
+        **options,
         max_connections=MAX_CONNECTIONS,
         timeout=op_timeout_s,
         socket_timeout=op_timeout_s,

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import socket
+import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from shared.client_certificate import HttpOverTls
 from shared.log import get_logger
+from shared.malloc import limit_arenas
+from shared.tls import Tls
 
 log = get_logger(__name__)
+REFRESH_TICKS = 100  # of a tenth of a second: how soon renewed certificates are noticed
 LINGERING_S = 5  # for connections that stay after the last request has ended
 
 
 class _DrainingServer(uvicorn.Server):
     """On SIGTERM: tell the app first, then let running answers end; a second signal ends at once.
 
-    may_exit   None: the port is closed at once, and whoever comes next finds another replica. Otherwise the app goes on
-               answering, if only with refusals, until this says so; what more signals mean is then the app's to say
+    may_exit     None: the port is closed at once, and whoever comes next finds another replica. Otherwise the app goes
+                 on answering, if only with refusals, until this says so; what more signals mean is then the app's to
+                 say
+    identities   looked at now and then, so that renewed certificates are taken up
     """
 
     def __init__(
-        self, config: uvicorn.Config, on_drain: Callable[[], None], may_exit: Callable[[], bool] | None
+        self,
+        config: uvicorn.Config,
+        on_drain: Callable[[], None],
+        may_exit: Callable[[], bool] | None,
+        identities: Sequence[Tls] = (),
     ) -> None:
         super().__init__(config)
+        self._identities = identities
         self._on_drain = on_drain
         self._may_exit = may_exit
 
@@ -41,8 +55,25 @@ class _DrainingServer(uvicorn.Server):
         if self._may_exit is None:
             self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            log.info("listening", host=self.config.host, port=self.config.port)
+
     async def on_tick(self, counter: int) -> bool:
+        if counter % REFRESH_TICKS == 0:
+            for identity in self._identities:
+                identity.refresh()
         return await super().on_tick(counter) or (self._may_exit is not None and self._may_exit())
+
+
+def run_to_the_end(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+    """As `server.run`, which may fail when all is done: uvloop closes no loop in which a TLS connection still ends."""
+    try:
+        server.run(sockets)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
 
 
 def serve(
@@ -53,18 +84,23 @@ def serve(
     drain_timeout_s: float,
     on_drain: Callable[[], None],
     may_exit: Callable[[], bool] | None = None,
+    tls_context: ssl.SSLContext | None = None,
+    identities: Sequence[Tls] = (),
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then wait for running answers and return.
+    """Serve until SIGTERM or SIGINT, then wait for running answers and return; by TLS where there is a `tls_context`.
 
     Without `may_exit` nothing more is accepted, and the wait takes up to `drain_timeout_s`; with it the app decides.
-    Exits with status 1 if the app could not start, or set `app.state.failed` and asked itself to stop.
+    Exits with status 1 if the app could not start, or asked itself to stop and said why in `app.state.failed`; the
+    reason is then the last thing printed, `error: ...`, as the command line ends for every other failure.
     """
+    limit_arenas()
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
+        http="httptools" if tls_context is None else HttpOverTls,
+        ssl_context_factory=None if tls_context is None else lambda _config, _default: tls_context,
         ws="none",
         log_config=None,
         access_log=False,
@@ -73,8 +109,12 @@ def serve(
         timeout_graceful_shutdown=max(1, round(drain_timeout_s)) if may_exit is None else LINGERING_S,
         timeout_keep_alive=75,  # above the idle time of common load balancers, which must close first
     )
-    server = _DrainingServer(config, on_drain, may_exit)
+    server = _DrainingServer(config, on_drain, may_exit, identities)
     app.state.stop = lambda: setattr(server, "should_exit", True)
-    server.run()
-    if not server.started or getattr(app.state, "failed", False):
+    run_to_the_end(server)
+    reason = getattr(app.state, "failed", None)
+    if reason is not None:
+        sys.stderr.write(f"error: {reason}\n")
+        sys.stderr.flush()
+    if reason is not None or not server.started:
         sys.exit(1)

@@ -12,5 +12,5 @@ if __name__ == "__main__":
     try:
         settings = load_settings(GatewaySettings)
     except SettingsError as error:
-        sys.exit(str(error))
+        sys.exit("\n".join(f"error: {line}" for line in str(error).splitlines()))
     run(settings)

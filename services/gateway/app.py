@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.adapter_admin import AdapterAdmin, adapter_routes
+from services.gateway.admin_paths import closed_admin_routes
 from services.gateway.assets import Assets
 from services.gateway.auth import Keyring
 from services.gateway.backends import EncoderClient, EngineClient
@@ -42,33 +43,44 @@ from services.gateway.middleware import RequestScope, trace_of
 from services.gateway.net_guard import HostResolver, NetGuard
 from services.gateway.openapi import document
 from services.gateway.page import page_routes
+from services.gateway.plain_http import PlainTransport
 from services.gateway.responses import Responses
 from services.gateway.routes import Stories, api_routes, document_routes, file_routes, model_routes, operator_routes
 from services.gateway.status import ControlRoom, gateway_state, status_routes
 from services.gateway.vision import Vision
+from shared.client_certificate import RequireClientCertificate
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError
 from shared.http_errors import error_response, install_error_handlers
 from shared.log import configure_logging
-from shared.metrics import service_registry, watch_cache
+from shared.metrics import service_registry, watch_cache, watch_certificates
+from shared.peer_names import PeerNames
 from shared.redis_link import RedisLink
 from shared.server import serve
 from shared.service_token import token_headers
+from shared.tls import Tls
 from shared.tracing import tracing
 from shared.wire import EncoderInfo, ModelInfo
 
 if TYPE_CHECKING:
     from shared.otel import Otel
 
+KEEPALIVE_S = 4.0  # of an idle connection to another service: below the 5 s after which many servers close one
+MAX_IDLE_CONNECTIONS = 256
 FILE_TIMEOUT_S = 2.0  # to write a file to Redis or read it: a picture of 20 MB takes 0.2 s at 1 Gbit/s
 
 
 def create_app(settings: GatewaySettings, lifecycle: Lifecycle | None = None) -> FastAPI:
-    """lifecycle   whoever runs the app keeps it to tell it when to drain; None: it never drains"""
+    """lifecycle   whoever runs the app keeps it to tell it when to drain; None: it never drains
+
+    What it has to be served with is in its state: `tls_context`, None for plain HTTP, and the `identities` to refresh.
+    """
     lifecycle = lifecycle or new_lifecycle(settings)
     registry = service_registry("gateway")
     metrics = GatewayMetrics(registry)
     tracer = tracing("gateway")
+    services_tls, front_tls = app_tls = _identities(settings)
+    watch_certificates(registry, app_tls)
     limits = KeyLimits(max_per_minute=settings.max_requests_per_minute, max_running=settings.max_running_requests)
 
     @asynccontextmanager
@@ -76,17 +88,37 @@ def create_app(settings: GatewaySettings, lifecycle: Lifecycle | None = None) ->
         async with AsyncExitStack() as stack:
             if tracer is not None:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)
-            await _build(app, settings, lifecycle, limits, registry, metrics, tracer, stack)
+            await _build(app, settings, services_tls, lifecycle, limits, registry, metrics, tracer, stack)
             yield
 
     # FastAPI's own document would not be true: bodies are read by hand, for their size limit and strict JSON.
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.identities, app.state.tls_context = app_tls, front_tls.server_context()
+    if settings.front_client_ca_file is not None:
+        app.add_middleware(RequireClientCertificate)
     app.add_middleware(RequestScope, lifecycle=lifecycle, limits=limits, metrics=metrics)
     if tracer is not None:
         app.add_middleware(tracer.middleware)
     install_error_handlers(app)
     app.add_exception_handler(DiptychError, _on_error)
     return app
+
+
+def _identities(settings: GatewaySettings) -> tuple[Tls, Tls]:
+    """What other services know this gateway by, and what its own clients do."""
+    services = Tls(
+        "services",
+        cert_file=settings.tls_cert_file,
+        key_file=settings.tls_key_file,
+        ca_file=settings.tls_ca_file,
+    )
+    front = Tls(
+        "front",
+        cert_file=settings.front_cert_file,
+        key_file=settings.front_key_file,
+        ca_file=settings.front_client_ca_file,
+    )
+    return services, front
 
 
 def new_lifecycle(settings: GatewaySettings) -> Lifecycle:
@@ -96,6 +128,7 @@ def new_lifecycle(settings: GatewaySettings) -> Lifecycle:
 async def _build(
     app: FastAPI,
     settings: GatewaySettings,
+    tls: Tls,
     lifecycle: Lifecycle,
     limits: KeyLimits,
     registry: CollectorRegistry,
@@ -103,16 +136,17 @@ async def _build(
     tracer: Otel | None,
     stack: AsyncExitStack,
 ) -> None:
-    http = await stack.enter_async_context(_http_client(settings))
+    names = PeerNames(settings.tls_server_name)
+    http = await stack.enter_async_context(_http_client(settings, tls, names))
     if tracer is not None:
         http.event_hooks["request"].append(tracer.hand_on)
     rng = random.Random()  # noqa: S311 - spreads load, guards nothing
     by_turns, wait_s = settings.routing == "round_robin", settings.replica_wait_s
     engines: Pool[ModelInfo] = Pool(time.monotonic, rng, by_turns=by_turns, wait_s=wait_s)
     encoders: Pool[EncoderInfo] = Pool(time.monotonic, rng, wait_s=wait_s)
-    await _watch(settings, http, engines, encoders, stack)
+    await _watch(settings, http, names, engines, encoders, stack)
 
-    cache = EmbeddingCache(settings.redis_url)
+    cache = EmbeddingCache(settings.redis_url, tls=tls)
     stack.push_async_callback(cache.close)
     encoder_client = EncoderClient(
         http, admit_timeout_s=settings.admit_timeout_s, encode_timeout_s=settings.encode_timeout_s
@@ -121,8 +155,9 @@ async def _build(
     stack.push_async_callback(vision.close)
 
     store = FileStore(
-        RedisLink(settings.redis_url, op_timeout_s=FILE_TIMEOUT_S, subject="file store"),
+        RedisLink(settings.redis_url, op_timeout_s=FILE_TIMEOUT_S, subject="file store", tls=tls),
         max_memory_bytes=settings.max_file_memory_bytes,
+        max_bytes_per_owner=settings.file_quota_bytes,
     )
     stack.push_async_callback(store.close)
     chosen_ids = ChosenIds(store, ttl_s=settings.file_ttl_s)
@@ -132,7 +167,7 @@ async def _build(
     salts = CacheSalts(by_key=settings.salt_cache_by_key)
     chat = Chat(generator, vision, loader, salts, max_image_bytes=settings.max_image_bytes)
 
-    StateCollector(registry, lifecycle, engines, encoders, vision)
+    StateCollector(registry, lifecycle, engines, encoders, vision, generator)
     watch_cache(registry, cache)
     keyring = Keyring(settings.api_keys)
     stories = Stories(chat, Completions(generator, salts), Responses(chat), Counting(generator, vision, chat))
@@ -141,11 +176,13 @@ async def _build(
     app.include_router(model_routes(generator, keyring))
     app.include_router(operator_routes(engines, encoders, lifecycle, registry))
     if settings.admin_keys:
-        admin = CacheAdmin(engines, engine_client)
-        app.include_router(cache_routes(admin, Keyring(settings.admin_keys), lifecycle))
-        app.include_router(adapter_routes(AdapterAdmin(engines, engine_client), Keyring(settings.admin_keys)))
+        admin_keyring = Keyring(settings.admin_keys, "admin key (one of DIPTYCH_GATEWAY_ADMIN_KEYS)")
+        app.include_router(cache_routes(CacheAdmin(engines, engine_client), admin_keyring, lifecycle))
+        app.include_router(adapter_routes(AdapterAdmin(engines, engine_client), admin_keyring))
+    else:
+        app.include_router(closed_admin_routes())
     assets = Assets()
-    app.include_router(page_routes(assets, settings.samples_dir))
+    app.include_router(page_routes(assets, settings.samples_dir, has_status=settings.status_page))
     if settings.status_page:
         itself = partial(gateway_state, metrics, lifecycle, vision, cache)
         room = ControlRoom(engines, encoders, http, gateway=itself, interval_s=settings.status_interval_s)
@@ -157,12 +194,17 @@ def _file_limits(settings: GatewaySettings) -> FileLimits:
     return FileLimits(max_bytes=settings.max_image_bytes, ttl_s=settings.file_ttl_s, max_ttl_s=settings.max_file_ttl_s)
 
 
-def _http_client(settings: GatewaySettings) -> httpx.AsyncClient:
+def _http_client(settings: GatewaySettings, tls: Tls, names: PeerNames) -> httpx.AsyncClient:
     """To the other services: no proxies, no limits of its own; the services bound their queues themselves."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s, pool=None),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=4.0),
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEPALIVE_S
+        ),
         trust_env=False,
+        mounts={"http://": PlainTransport(keepalive_s=KEEPALIVE_S, max_idle=MAX_IDLE_CONNECTIONS)},
+        verify=tls.client_context(),
+        event_hooks={"request": [names.name_request]},
         headers=token_headers(settings.service_token),
     )
 
@@ -170,6 +212,7 @@ def _http_client(settings: GatewaySettings) -> httpx.AsyncClient:
 async def _watch(
     settings: GatewaySettings,
     http: httpx.AsyncClient,
+    names: PeerNames,
     engines: Pool[ModelInfo],
     encoders: Pool[EncoderInfo],
     stack: AsyncExitStack,
@@ -186,6 +229,7 @@ async def _watch(
         info_path="/v1/model",
         info_type=ModelInfo,
         http=http,
+        names=names,
         **intervals,
     )
     encoder_watch = Discovery(
@@ -195,6 +239,7 @@ async def _watch(
         info_path="/v1/info",
         info_type=EncoderInfo,
         http=http,
+        names=names,
         **intervals,
     )
     stack.push_async_callback(engine_watch.close)
@@ -241,11 +286,14 @@ def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT, and while it leaves: clients have nowhere else to go, so they get a 503."""
     configure_logging("gateway", settings.log_level, settings.log_format)
     lifecycle = new_lifecycle(settings)
+    app = create_app(settings, lifecycle)
     serve(
-        create_app(settings, lifecycle),
+        app,
         host=settings.host,
         port=settings.port,
         drain_timeout_s=settings.drain_timeout_s,
         on_drain=lifecycle.drain,
         may_exit=lifecycle.may_exit,
+        tls_context=app.state.tls_context,
+        identities=app.state.identities,
     )

@@ -17,8 +17,12 @@ from services.gateway.file_store import LONGEST_LIFE_S
 from shared.log import LogFormat
 from shared.service_token import ServiceTokens
 from shared.settings import RedisUrl
+from shared.sizes import ByteSize
+from shared.tls_settings import CertFile, KeyFile, TlsCaFile, TlsCertFile, TlsKeyFile, TlsServerName
 
 MIB = 2**20
+# Schemes of addresses that stand for all replicas of a name, with the scheme that each of them is asked by.
+BY_NAME = {"dns": "http", "dns+https": "https"}
 
 
 def _split(value: object) -> object:
@@ -27,12 +31,13 @@ def _split(value: object) -> object:
 
 def _base_url(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https", "dns") or not parts.hostname or parts.path not in ("", "/"):
+    if parts.scheme not in ("http", "https", *BY_NAME) or not parts.hostname or parts.path not in ("", "/"):
         raise ValueError(
-            f"{url!r} is not a service address; give http://host:port, or dns://host:port for all replicas"
+            f"{url!r} is not a service address; give http://host:port, or dns://host:port for all replicas, "
+            "or for TLS https://host:port or dns+https://host:port"
         )
-    if parts.scheme == "dns" and parts.port is None:
-        raise ValueError(f"{url!r} needs a port: dns://host:port")
+    if parts.scheme in BY_NAME and parts.port is None:
+        raise ValueError(f"{url!r} needs a port: {parts.scheme}://host:port")
     return url.rstrip("/")
 
 
@@ -58,7 +63,8 @@ class GatewaySettings(BaseSettings):
 
     text_engines: ServiceUrls = Field(
         ("http://127.0.0.1:8002",),
-        description="addresses as http://host:port, or dns://host:port for all replicas of a name",
+        description="addresses as http://host:port, or dns://host:port for all replicas of a name; by TLS https:// "
+        "and dns+https://",
     )
     vision_encoders: ServiceUrls = Field(("http://127.0.0.1:8001",), description="the same for the vision encoders")
     redis_url: RedisUrl = None
@@ -73,6 +79,15 @@ class GatewaySettings(BaseSettings):
     )
 
     service_token: ServiceTokens = ()
+    tls_cert_file: TlsCertFile = None
+    tls_key_file: TlsKeyFile = None
+    tls_ca_file: TlsCaFile = None
+    tls_server_name: TlsServerName = None
+    front_cert_file: CertFile = Field(None, description="certificate, PEM, for clients of the API: its port speaks TLS")
+    front_key_file: KeyFile = Field(None, description="that certificate's private key, PEM, without a passphrase")
+    front_client_ca_file: CertFile = Field(
+        None, description="authorities, PEM; given: every client must show a certificate of theirs, besides its key"
+    )
     api_keys: Names = Field((), description="keys that open the API, as key or name:key; none: it is open to all")
     admin_keys: Names = Field(
         (), description="keys, as api_keys, for /v1/cache, /v1/sleep, /v1/wake and adapters; none: these do not exist"
@@ -84,13 +99,18 @@ class GatewaySettings(BaseSettings):
         None, ge=1, description="requests of one key per minute; default: no limit"
     )
     max_running_requests: int | None = Field(None, ge=1, description="requests of one key at a time; default: no limit")
-    max_body_bytes: int = Field(64 * MIB, gt=0, description="size of a request, its data URLs included")
+    max_body_bytes: ByteSize = Field(64 * MIB, gt=0, description="size of a request, its data URLs included")
     max_images_per_request: int = Field(32, ge=0, description="images in all messages of one request")
-    max_image_bytes: int = Field(20 * MIB, gt=0, description="size of one encoded image")
+    max_image_bytes: ByteSize = Field(20 * MIB, gt=0, description="size of one encoded image")
 
     file_ttl_s: int = Field(86_400, ge=1, le=LONGEST_LIFE_S, description="life of an uploaded file, if not asked for")
     max_file_ttl_s: int = Field(LONGEST_LIFE_S, ge=1, le=LONGEST_LIFE_S, description="longest life to be asked for")
-    max_file_memory_bytes: int = Field(256 * MIB, gt=0, description="uploaded files kept here, for when Redis is gone")
+    file_quota_bytes: ByteSize = Field(
+        256 * MIB, ge=0, description="uploaded files of one key at a time, pictures kept under names too; 0: no limit"
+    )
+    max_file_memory_bytes: ByteSize = Field(
+        256 * MIB, gt=0, description="uploaded files kept here, for when Redis is gone"
+    )
 
     fetch_timeout_s: Seconds = Field(10.0, description="a whole fetch: names, connections, redirects, every byte")
     max_redirects: int = Field(5, ge=0, le=10, description="redirects followed in one fetch")
@@ -99,7 +119,9 @@ class GatewaySettings(BaseSettings):
     allowed_hosts: Names = Field((), description="host or host:port whose addresses are not checked")
     denied_hosts: Names = Field((), description="hosts, or .domains with all below them, that are never asked")
     only_hosts: Names = Field((), description="if given, the only hosts or .domains that pictures come from")
-    max_fetch_cache_bytes: int = Field(256 * MIB, ge=0, description="fetched pictures kept while their servers allow")
+    max_fetch_cache_bytes: ByteSize = Field(
+        256 * MIB, ge=0, description="fetched pictures kept while their servers allow"
+    )
 
     connect_timeout_s: Seconds = Field(2.0, description="time to connect to a replica")
     admit_timeout_s: Seconds = Field(15.0, description="encoder: from sending an image to its admission")

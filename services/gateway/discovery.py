@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from services.gateway.balancer import Pool, Replica
+from services.gateway.config import BY_NAME
+from shared.errors import ClientCertificateRequired
 from shared.log import get_logger
+from shared.peer_names import PeerNames, explain_tls
 from shared.wire import SCHEMA_VERSION, Spoken
 
 log = get_logger(__name__)
@@ -34,7 +37,9 @@ class OtherVersion(Exception):
 class Discovery(Generic[PublishedInfo]):
     """Watches the replicas of one service until closed.
 
-    addresses   http(s)://host:port (one replica) or dns://host:port (one replica for every address of the name)
+    addresses   http(s)://host:port (one replica), or dns://host:port or dns+https://host:port (one replica for every
+                address of the name)
+    names       told what the certificates of replicas found by name must hold
     info_path   where a replica publishes its `info_type`
     """
 
@@ -47,6 +52,7 @@ class Discovery(Generic[PublishedInfo]):
         info_path: str,
         info_type: type[PublishedInfo],
         http: httpx.AsyncClient,
+        names: PeerNames,
         probe_interval_s: float,
         probe_timeout_s: float,
         resolve_interval_s: float,
@@ -57,6 +63,7 @@ class Discovery(Generic[PublishedInfo]):
         self._info_path = info_path
         self._info_type = info_type
         self._http = http
+        self._names = names
         self._probe_interval_s = probe_interval_s
         self._probe_timeout_s = probe_timeout_s
         self._resolve_interval_s = resolve_interval_s
@@ -70,7 +77,7 @@ class Discovery(Generic[PublishedInfo]):
         await self._resolve()
         await asyncio.gather(*self._start_probes())
         self._tasks = [asyncio.create_task(self._keep_probing())]
-        if any(address.startswith("dns://") for address in self._addresses):
+        if any(_is_name(address) for address in self._addresses):
             self._tasks.append(asyncio.create_task(self._keep_resolving()))
 
     async def close(self) -> None:
@@ -91,11 +98,13 @@ class Discovery(Generic[PublishedInfo]):
 
     async def _resolve(self) -> None:
         for address in self._addresses:
-            if not address.startswith("dns://"):
+            if not _is_name(address):
                 self._resolved[address] = [address]
                 continue
             try:
                 self._resolved[address] = await resolve_replicas(address)
+                for url in self._resolved[address]:
+                    self._names.expect(url, str(urlsplit(address).hostname))
             except OSError as error:
                 # The replicas of the last good answer stay: a name server's hiccup must not empty the pool.
                 log.warning("name does not resolve", target=self._service, address=address, reason=str(error))
@@ -125,8 +134,9 @@ class Discovery(Generic[PublishedInfo]):
                 self._pool.probed(replica, ready=False, info=None)
         except (httpx.HTTPError, ValidationError) as error:
             reason = _reason(error)
+            problem = explain_tls(error) or _wanted_certificate(error)
             self._pool.probed(replica, ready=False, info=None)
-            if _is_refusal(error) and replica.url not in self._refused_by:
+            if not problem and _is_refusal(error) and replica.url not in self._refused_by:
                 self._refused_by.add(replica.url)
                 log.warning(
                     "replica refuses this gateway: DIPTYCH_SERVICE_TOKEN differs",
@@ -160,16 +170,27 @@ def _reason(error: httpx.HTTPError | ValidationError) -> str:
     return f"status {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
 
 
-def _is_refusal(error: httpx.HTTPError | ValidationError) -> bool:
+def _is_refusal(error: httpx.HTTPError | ValidationError) -> TypeGuard[httpx.HTTPStatusError]:
     return isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
+
+
+def _wanted_certificate(error: httpx.HTTPError | ValidationError) -> str:
+    if _is_refusal(error) and ClientCertificateRequired.code in error.response.text:
+        return "it wants a client certificate: DIPTYCH_TLS_CERT_FILE is not set here"
+    return ""
+
+
+def _is_name(address: str) -> bool:
+    return urlsplit(address).scheme in BY_NAME
 
 
 async def resolve_replicas(address: str) -> list[str]:
     """dns://name:port -> http://address:port for every address of the name, sorted. Raises OSError."""
     parts = urlsplit(address)
+    scheme = BY_NAME[parts.scheme]
     found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     hosts = sorted({str(sockaddr[0]) for *_, sockaddr in found})
-    return [f"http://[{h}]:{parts.port}" if _is_ipv6(h) else f"http://{h}:{parts.port}" for h in hosts]
+    return [f"{scheme}://{f'[{h}]' if _is_ipv6(h) else h}:{parts.port}" for h in hosts]
 
 
 def _is_ipv6(host: str) -> bool:

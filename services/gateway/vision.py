@@ -45,7 +45,7 @@ class Vision:
     ) -> None:
         self._pool = pool
         self._client = client
-        self._encodes = Encodes(pool, client, self._remember)
+        self._encodes = Encodes(pool, client, self._encoded)
         self._cache = cache
         self._max_known = known_images
         self._known: OrderedDict[str, ImageRef] = OrderedDict()
@@ -145,6 +145,11 @@ class Vision:
         while len(self._known) > self._max_known:
             self._known.popitem(last=False)
 
+    def _encoded(self, ref: ImageRef) -> None:
+        """Counted only now: a picture that is refused, by its header or when it is decoded, was not encoded."""
+        self.sources["encoder"] += 1
+        self._remember(ref)
+
     def _infos(self) -> list[EncoderInfo]:
         return [replica.info for replica in self._pool.available() if replica.info is not None]
 
@@ -184,11 +189,12 @@ class Vision:
         if known is not None:
             return AdmittedImage(known, image.param, None, "gateway" if job.key in remembered else "redis")
         encoding = self._encodes.running(job.key)
-        self.sources["encoder" if encoding is None else "joined"] += 1
         admitted_by = "vision_encoder" if encoding is None else "shared"
         encoding = encoding or self._encodes.start(job)
         admission.join(encoding)
         try:
-            return AdmittedImage(await asyncio.shield(encoding.admitted), image.param, encoding, admitted_by)
+            ref = await asyncio.shield(encoding.admitted)
         except DiptychError as error:
             raise at_part(error, image.param) from error
+        self.sources["joined"] += admitted_by == "shared"
+        return AdmittedImage(ref, image.param, encoding, admitted_by)

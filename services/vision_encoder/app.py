@@ -22,6 +22,7 @@ from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.encoder import Encoder
 from services.vision_encoder.flight import EventStream
 from services.vision_encoder.service import VisionEncoderService
+from shared.client_certificate import RequireClientCertificate
 from shared.errors import DiptychError, ImageTooLarge, InvalidRequest, NotReady, PayloadTooLarge, RequestAborted
 from shared.http_errors import error_response, install_error_handlers
 from shared.log import configure_logging, get_logger
@@ -29,7 +30,9 @@ from shared.metrics import metrics_response
 from shared.request_id import RequestIds
 from shared.server import serve
 from shared.service_token import RequireServiceToken
+from shared.settings import reason_of
 from shared.state import EncoderState
+from shared.tls import Tls
 from shared.tracing import current_span, tracing
 from shared.wire import (
     DEADLINE_HEADER,
@@ -58,10 +61,13 @@ def create_app(settings: VisionEncoderSettings) -> FastAPI:
     """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
 
     tracer = tracing("vision-encoder")
+    tls = Tls(
+        "services", cert_file=settings.tls_cert_file, key_file=settings.tls_key_file, ca_file=settings.tls_ca_file
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = VisionEncoderService(settings)
+        service = app.state.service = VisionEncoderService(settings, tls)
         loading = asyncio.create_task(_load_or_die(app, service))
         yield
         loading.cancel()
@@ -71,6 +77,9 @@ def create_app(settings: VisionEncoderSettings) -> FastAPI:
             await asyncio.to_thread(tracer.close)
 
     app = FastAPI(title="Diptych vision encoder", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.identities, app.state.tls_context = (tls,), tls.server_context()
+    if settings.tls_require_client_cert:
+        app.add_middleware(RequireClientCertificate)
     if settings.service_token:
         app.add_middleware(RequireServiceToken, tokens=settings.service_token)
     app.add_middleware(RequestIds)
@@ -95,6 +104,8 @@ def run(settings: VisionEncoderSettings) -> None:
         port=settings.port,
         drain_timeout_s=settings.drain_timeout_s,
         on_drain=start_draining,
+        tls_context=app.state.tls_context,
+        identities=app.state.identities,
     )
 
 
@@ -103,8 +114,8 @@ async def _load_or_die(app: FastAPI, service: VisionEncoderService) -> None:
         await service.start()
     except Exception as error:
         expected = isinstance(error, ValueError | OSError)
-        log.error("the model cannot be loaded", reason=str(error), exc_info=None if expected else error)
-        app.state.failed = True
+        app.state.failed = reason = reason_of(error, VisionEncoderSettings)
+        log.error("the model cannot be loaded", reason=reason, exc_info=None if expected else error)
         if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
             stop()
 

@@ -13,6 +13,8 @@ from shared.log import LogFormat
 from shared.resources import available_cores
 from shared.service_token import ServiceTokens
 from shared.settings import RedisUrl
+from shared.sizes import ByteSize
+from shared.tls_settings import TlsCaFile, TlsCertFile, TlsKeyFile, TlsRequireClientCert
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 Storage = Literal["exact", "int8"]
@@ -45,24 +47,30 @@ class VisionEncoderSettings(BaseSettings):
     )
     num_decode_workers: int | None = Field(None, ge=1, description="processes that decode; default: half the cores")
 
-    max_image_bytes: int = Field(20 * MiB, ge=1, description="size of one encoded image")
+    max_image_bytes: ByteSize = Field(20 * MiB, ge=1, description="size of one encoded image")
     max_image_pixels: int = Field(64_000_000, ge=1, description="width times height of one image, from its header")
     max_aspect_ratio: float = Field(1000.0, ge=1, description="longer side over shorter side")
     accept_embeddings: bool = Field(False, description="clients may send embeddings in place of pictures")
-    background: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$", description="what shows through transparency")
+    background: str = Field(
+        "#ffffff", pattern=r"^#[0-9a-fA-F]{6}$", description="what shows through transparency, e.g. #ffffff"
+    )
 
     max_batch_size: int | None = Field(
         None, ge=1, description="images in one pass of the tower; default: 8, on a CPU as many as its caches hold"
     )
     max_queued_images: int = Field(256, ge=1, description="images admitted and not yet encoded; more get a 503")
-    max_queued_bytes: int = Field(512 * MiB, ge=1, description="encoded bytes of those images")
-    max_recent_bytes: int = Field(256 * MiB, ge=0, description="finished embeddings kept in this process")
+    max_queued_bytes: ByteSize = Field(512 * MiB, ge=1, description="encoded bytes of those images")
+    max_recent_bytes: ByteSize = Field(256 * MiB, ge=0, description="finished embeddings kept in this process")
     default_deadline_s: float = Field(120.0, gt=0, description="longest wait of a caller that states none")
     decode_timeout_s: float = Field(20.0, gt=0, description="time to decode one image, waiting not counted")
     stall_timeout_s: float = Field(60.0, gt=0, description="a tower pass longer than this turns readiness off")
     drain_timeout_s: float = Field(30.0, ge=0, description="time for running work after SIGTERM")
 
     service_token: ServiceTokens = ()
+    tls_cert_file: TlsCertFile = None
+    tls_key_file: TlsKeyFile = None
+    tls_ca_file: TlsCaFile = None
+    tls_require_client_cert: TlsRequireClientCert = False
     redis_url: RedisUrl = None
     redis_timeout_s: float = Field(0.3, gt=0, description="the most that one cache operation may add to a request")
     embedding_storage: Storage = Field(

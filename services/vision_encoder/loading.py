@@ -8,6 +8,7 @@ from services.vision_encoder.config import Quantization, VisionEncoderSettings
 from services.vision_encoder.families.interface import Family
 from services.vision_encoder.int8_linear import quantize_linears
 from shared.hashing import digest
+from shared.settings_errors import SettingRefused
 
 
 def prepare_family(family: Family, quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
@@ -18,7 +19,7 @@ def prepare_family(family: Family, quantization: Quantization, device: torch.dev
     """
     if quantization == "int8":
         if device.type != "cpu":
-            raise ValueError("quantization is 'int8', which is for CPUs; on a GPU leave it at none")
+            raise SettingRefused("quantization", "int8", "is for CPUs; on a GPU leave it at none")
         quantize_linears(family.tower.get_submodule("layers"))
     family.prepare_weights(device, dtype)
 

@@ -32,7 +32,9 @@ from shared.embedding_cache import EmbeddingCache
 from shared.errors import EncodeFailed, NotReady
 from shared.image_header import SUPPORTED_FORMATS
 from shared.log import get_logger
+from shared.metrics import watch_certificates
 from shared.state import EncoderState
+from shared.tls import Tls
 from shared.torch_io import dtype_name
 from shared.wire import Detail, EncoderInfo
 
@@ -45,9 +47,12 @@ CPU_BATCH_ROWS = 256
 class VisionEncoderService:
     """Create it on the event loop that serves requests; `start` loads the model in the background."""
 
-    def __init__(self, settings: VisionEncoderSettings) -> None:
+    def __init__(self, settings: VisionEncoderSettings, tls: Tls | None = None) -> None:
+        """tls   how it reaches a Redis that speaks TLS; None: by the public authorities"""
         self.settings = settings
+        self._tls = tls or Tls("services")
         self.metrics = EncoderMetrics()
+        watch_certificates(self.metrics.registry, (self._tls,))
         self.load_error: Exception | None = None
         self.is_draining = False
         self._resources = AsyncExitStack()
@@ -56,7 +61,7 @@ class VisionEncoderService:
     async def start(self) -> None:
         """Returns when the first image can be encoded at full speed."""
         try:
-            self._loaded = await self._resources.enter_async_context(_open(self.settings, self.metrics))
+            self._loaded = await self._resources.enter_async_context(_open(self.settings, self.metrics, self._tls))
         except Exception as error:
             self.load_error = error
             raise
@@ -101,7 +106,7 @@ class VisionEncoderService:
 
 @asynccontextmanager
 async def _open(
-    settings: VisionEncoderSettings, metrics: EncoderMetrics
+    settings: VisionEncoderSettings, metrics: EncoderMetrics, tls: Tls
 ) -> AsyncIterator[tuple[Encoder, EncoderInfo, Watched]]:
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
@@ -124,7 +129,7 @@ async def _open(
         batcher = _open_batcher(stack, max_batch_size, tower, thread)
         await _warm_up(batcher, family)
         cache = EmbeddingCache(
-            settings.redis_url, ttl_s=settings.embedding_ttl_s, op_timeout_s=settings.redis_timeout_s
+            settings.redis_url, ttl_s=settings.embedding_ttl_s, op_timeout_s=settings.redis_timeout_s, tls=tls
         )
         stack.push_async_callback(cache.close)
         queue = Queue(max_images=settings.max_queued_images, max_bytes=settings.max_queued_bytes)

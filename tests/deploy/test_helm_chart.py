@@ -13,14 +13,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic_settings import BaseSettings
 
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
+from shared.service_token import OPEN_PATHS
+from shared.settings import env_name
 
 CHART = Path(__file__).parents[2] / "deploy/helm/diptych"
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
@@ -28,16 +32,24 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="no helm: python tests/depl
 
 Object = dict[str, Any]
 API_VERSIONS = ("1.30", "1.37")
-OF_OPERATORS = {"ScaledObject", "ServiceMonitor"}  # their schemas are not the API server's
+OF_OPERATORS = {"ScaledObject", "ServiceMonitor", "Certificate"}  # their schemas are not the API server's
+
+SETTINGS_OF: dict[str, type[BaseSettings]] = {
+    "gateway": GatewaySettings,
+    "vision-encoder": VisionEncoderSettings,
+    "text-engine": TextEngineSettings,
+}
 
 EVERYTHING: Object = {
     "model": "llava-hf/llava-1.5-7b-hf",
     "images": {"prefix": "registry.example.com/team/", "tag": "1.2.3", "pullSecrets": ["registry"]},
     "huggingFaceToken": {"secretName": "hub"},
     "serviceToken": {"secretName": "between"},
+    "tls": {"enabled": True, "certManager": {"enabled": True, "issuerName": "internal"}},
     "modelCache": {"existingClaim": "checkpoints"},
     "gateway": {
         "apiKeys": {"secretName": "keys"},
+        "front": {"tlsSecretName": "front", "clientAuthority": True},
         "ingress": {"enabled": True, "className": "nginx", "host": "llm.example.com", "tlsSecretName": "tls"},
         "autoscaling": {"enabled": True},
         "env": {"DIPTYCH_GATEWAY_MAX_REQUESTS_PER_MINUTE": 600, "DIPTYCH_GATEWAY_REPLICA_WAIT_S": 120},
@@ -58,6 +70,8 @@ SETTINGS: dict[str, Object] = {
     "as it comes": {},
     "everything on": EVERYTHING,
     "a Redis of one's own": {"redis": {"enabled": False, "external": {"secretName": "cache"}}},
+    "TLS between services": {"tls": {"enabled": True, "secretNames": {"textEngine": "of-engines"}}},
+    "TLS in front only": {"gateway": {"front": {"tlsSecretName": "front"}, "service": {"port": 443}}},
     "no cache at all": {"redis": {"enabled": False}},
     "closed to the internet": {"networkPolicy": {"egressToInternet": False}},
     "no network policies": {"networkPolicy": {"enabled": False}},
@@ -132,6 +146,8 @@ def test_a_release_of_another_name_is_told_apart(tmp_path: Path) -> None:
         ({"images": {"prefix": "registry.example.com/team"}}, "prefix"),
         ({"gateway": {"env": {"max-body-bytes": 1}}}, "max-body-bytes"),
         ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.host"),
+        ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "tls.certManager.issuerName"),
+        ({"tls": {"certManager": {"issuerKind": "Vault"}}}, "issuerKind"),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused_by_name(values: Object, named: str, tmp_path: Path) -> None:
@@ -207,12 +223,11 @@ def test_every_policy_and_budget_speaks_of_pods_that_exist(manifests: list[Objec
 
 
 def test_every_variable_that_the_chart_sets_is_a_setting_of_that_service(tmp_path: Path) -> None:
-    known = {"MODEL", "HF_TOKEN", "REDIS_URL", "POD_IP", "DIPTYCH_SERVICE_TOKEN"}
-    for settings in (GatewaySettings, VisionEncoderSettings, TextEngineSettings):
-        prefix = settings.model_config["env_prefix"]
-        known |= {f"{prefix}{name}".upper() for name in settings.model_fields}
     for pod in pods(render(EVERYTHING, tmp_path)):
         for container in pod["containers"]:
+            known = {"MODEL", "HF_TOKEN", "POD_IP"}
+            if settings := SETTINGS_OF.get(container["name"]):
+                known |= {env_name(settings, name) for name in settings.model_fields}
             assert {variable["name"] for variable in container.get("env", [])} <= known
 
 
@@ -233,14 +248,126 @@ def test_the_gateway_looks_for_the_panels_where_their_services_are(manifests: li
     [container] = of_kind(manifests, "Deployment")["diptych-gateway"]["spec"]["template"]["spec"]["containers"]
     values = {variable["name"]: variable.get("value", "") for variable in container["env"]}
     for variable in ("DIPTYCH_GATEWAY_VISION_ENCODERS", "DIPTYCH_GATEWAY_TEXT_ENGINES"):
-        address = re.fullmatch(r"dns://([a-z-]+):(\d+)", values[variable])
+        address = re.fullmatch(r"dns(?:\+https)?://([a-z-]+):(\d+)", values[variable])
         assert address is not None
         service = services[address[1]]["spec"]
         assert service["clusterIP"] == "None"
         assert [port["port"] for port in service["ports"]] == [int(address[2])]
     if redis := values.get("REDIS_URL"):
-        host, port = redis.removeprefix("redis://").removesuffix("/0").split(":")
-        assert [each["port"] for each in services[host]["spec"]["ports"]] == [int(port)]
+        address = urlsplit(redis)
+        assert [each["port"] for each in services[address.hostname]["spec"]["ports"]] == [address.port]
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def containers(manifests: list[Object]) -> dict[str, Object]:
+    """Of the services' deployments, by their component."""
+    return {
+        name.removeprefix("diptych-"): each["spec"]["template"]["spec"]["containers"][0]
+        for name, each in of_kind(manifests, "Deployment").items()
+    }
+
+
+def variables(container: Object) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container.get("env", [])}
+
+
+def test_without_tls_nothing_of_it_is_rendered(tmp_path: Path) -> None:
+    assert "tls" not in json.dumps(render({}, tmp_path)).lower()
+
+
+@pytest.mark.parametrize("name", ["everything on", "TLS between services", "TLS in front only"])
+def test_every_file_that_a_variable_names_comes_from_a_secret_that_is_mounted_read_only(
+    name: str, tmp_path: Path
+) -> None:
+    for deployment in of_kind(render(SETTINGS[name], tmp_path), "Deployment").values():
+        pod = deployment["spec"]["template"]["spec"]
+        secrets = {each["name"]: each["secret"] for each in pod["volumes"] if "secret" in each}
+        [container] = pod["containers"]
+        mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+        values = variables(container)
+        files = [value for variable, value in values.items() if variable.endswith("_FILE")]
+        if container["name"] == "redis":
+            files = [word for word in container["args"] if word.startswith("/tls/")]
+        else:
+            cert, key = values.get("DIPTYCH_TLS_CERT_FILE"), values.get("DIPTYCH_TLS_KEY_FILE")
+            assert (cert is None) == (key is None) == ("/tls" not in mounts)
+        for file in files:
+            mount = mounts[str(Path(file).parent)]
+            assert mount["readOnly"] is True
+            assert secrets[mount["name"]]["defaultMode"] == 0o440
+            assert Path(file).name in ("tls.crt", "tls.key", "ca.crt")
+
+
+def test_over_tls_everybody_connects_to_a_name_that_the_other_ones_certificate_holds(tmp_path: Path) -> None:
+    manifests = render(EVERYTHING, tmp_path)
+    certificates = of_kind(manifests, "Certificate")
+    of = {name: variables(container) for name, container in containers(manifests).items()}
+    for variable in ("DIPTYCH_GATEWAY_VISION_ENCODERS", "DIPTYCH_GATEWAY_TEXT_ENGINES"):
+        address = urlsplit(of["gateway"][variable])
+        assert address.scheme == "dns+https"
+        assert address.hostname in certificates[str(address.hostname)]["spec"]["dnsNames"]
+    assert of["vision-encoder"]["DIPTYCH_ENCODER_PUBLIC_URL"] == "https://$(POD_IP):8001"
+    assert of["text-engine"]["DIPTYCH_TLS_SERVER_NAME"] in certificates["diptych-vision-encoder"]["spec"]["dnsNames"]
+    for values in (of["gateway"], of["vision-encoder"], of["text-engine"]):
+        redis = urlsplit(values["REDIS_URL"])
+        assert redis.scheme == "rediss"
+        assert redis.hostname in certificates["diptych-redis"]["spec"]["dnsNames"]
+
+
+def test_cert_manager_fills_the_secrets_that_pods_mount_with_certificates_for_both_directions(tmp_path: Path) -> None:
+    manifests = render(EVERYTHING, tmp_path)
+    made = {name: each["spec"] for name, each in of_kind(manifests, "Certificate").items()}
+    mounted = {
+        name: volume["secret"]["secretName"]
+        for name, each in of_kind(manifests, "Deployment").items()
+        for volume in each["spec"]["template"]["spec"]["volumes"]
+        if volume["name"] == "tls"
+    }
+    assert {name: spec["secretName"] for name, spec in made.items()} == mounted
+    assert set(mounted) == {f"diptych-{name}" for name in ("gateway", "vision-encoder", "text-engine", "redis")}
+    for spec in made.values():
+        assert spec["usages"] == ["server auth", "client auth"]
+        assert spec["issuerRef"]["name"] == "internal"
+
+
+def test_probes_speak_as_the_port_does_and_panels_want_certificates_from_all_others(tmp_path: Path) -> None:
+    for settings, between, in_front in (
+        ({}, "HTTP", "HTTP"),
+        (SETTINGS["TLS between services"], "HTTPS", "HTTP"),
+        (SETTINGS["TLS in front only"], "HTTP", "HTTPS"),
+    ):
+        for name, container in containers(render(settings, tmp_path)).items():
+            if name == "redis":
+                continue
+            expected = in_front if name == "gateway" else between
+            probes = [container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
+            assert {probe["scheme"] for probe in probes} == {expected}
+            # The kubelet shows no certificate: what it asks for has to be open to all.
+            assert {probe["path"] for probe in probes} <= OPEN_PATHS
+            if name != "gateway":
+                wanted = variables(container).get("DIPTYCH_TLS_REQUIRE_CLIENT_CERT")
+                assert wanted == ("true" if between == "HTTPS" else None)
+
+
+def test_over_tls_redis_has_no_port_without_it_and_is_probed_with_its_own_certificate(tmp_path: Path) -> None:
+    redis = containers(render(SETTINGS["TLS between services"], tmp_path))["redis"]
+    arguments = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
+    assert (arguments["--port"], arguments["--tls-port"], arguments["--tls-auth-clients"]) == ("0", "6379", "yes")
+    assert redis["readinessProbe"]["exec"]["command"][:2] == ["redis-cli", "--tls"]
+
+
+def test_prometheus_reads_panels_by_tls_and_checks_who_they_are(tmp_path: Path) -> None:
+    manifests = render(EVERYTHING, tmp_path)
+    for name in ("diptych-vision-encoder", "diptych-text-engine"):
+        [endpoint] = of_kind(manifests, "ServiceMonitor")[name]["spec"]["endpoints"]
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"]["serverName"] == name
+        assert endpoint["tlsConfig"]["ca"]["secret"] == {"name": f"{name}-tls", "key": "ca.crt"}
+
+
+# --- replacing and scaling --------------------------------------------------------------------------------------------
 
 
 def test_a_pod_is_given_longer_to_stop_than_its_answers_may_take(tmp_path: Path) -> None:
@@ -309,6 +436,9 @@ ANOTHER = {
     "pullSecrets": ["other"],
     "type": "NodePort",
     "maxMemory": "7mb",
+    "issuerKind": "ClusterIssuer",
+    "duration": "100h",
+    "renewBefore": "10h",
     "targetKvCacheUsage": 0.5,
     "tolerations": [{"key": "other"}],
     "metricsFrom": [{"podSelector": {}}],

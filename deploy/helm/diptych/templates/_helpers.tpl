@@ -70,19 +70,22 @@ capabilities: { drop: [ALL] }
 {{ toYaml $resources }}
 {{- end -}}
 
-{{/* Start-up takes as long as a download may; being alive and being ready are asked separately. */}}
+{{/*
+Start-up takes as long as a download may; being alive and being ready are asked separately. Over TLS the kubelet checks no
+certificate and shows none: these paths are open to it. Call with startFailures and scheme.
+*/}}
 {{- define "diptych.probes" -}}
 startupProbe:
-  httpGet: { path: /health, port: http }
+  httpGet: { path: /health, port: http, scheme: {{ .scheme }} }
   periodSeconds: 5
   failureThreshold: {{ .startFailures }}
 livenessProbe:
-  httpGet: { path: /health, port: http }
+  httpGet: { path: /health, port: http, scheme: {{ .scheme }} }
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  httpGet: { path: /ready, port: http }
+  httpGet: { path: /ready, port: http, scheme: {{ .scheme }} }
   periodSeconds: 2
   timeoutSeconds: 5
   failureThreshold: 2
@@ -97,11 +100,41 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
+{{/* The secret with a component's certificate. Call with root and key, its name in the values. */}}
+{{- define "diptych.tls-secret" -}}
+{{- $names := dict "gateway" "gateway" "visionEncoder" "vision-encoder" "textEngine" "text-engine" "redis" "redis" -}}
+{{- index .root.Values.tls.secretNames .key | default (printf "%s-%s-tls" (include "diptych.name" .root) (index $names .key)) -}}
+{{- end -}}
+
+{{- define "diptych.tls-env" -}}
+{{- if .Values.tls.enabled }}
+- name: DIPTYCH_TLS_CERT_FILE
+  value: /tls/tls.crt
+- name: DIPTYCH_TLS_KEY_FILE
+  value: /tls/tls.key
+- name: DIPTYCH_TLS_CA_FILE
+  value: /tls/ca.crt
+{{- end }}
+{{- end -}}
+
+{{- define "diptych.tls-mount" -}}
+{{- if .Values.tls.enabled }}
+- { name: tls, mountPath: /tls, readOnly: true }
+{{- end }}
+{{- end -}}
+
+{{/* Readable by the pod's group; renewed certificates appear in it and are taken up. Call as diptych.tls-secret. */}}
+{{- define "diptych.tls-volume" -}}
+{{- if .root.Values.tls.enabled }}
+- { name: tls, secret: { secretName: {{ include "diptych.tls-secret" . }}, defaultMode: 288 } } # 0440
+{{- end }}
+{{- end -}}
+
 {{- define "diptych.redis-env" -}}
 {{- $redis := .Values.redis -}}
 {{- if $redis.enabled }}
 - name: REDIS_URL
-  value: redis://{{ include "diptych.name" . }}-redis:6379/0
+  value: {{ ternary "rediss" "redis" .Values.tls.enabled }}://{{ include "diptych.name" . }}-redis:6379/0
 {{- else if $redis.external.secretName }}
 - name: REDIS_URL
   valueFrom: { secretKeyRef: { name: {{ $redis.external.secretName }}, key: {{ $redis.external.key }} } }

@@ -1,11 +1,12 @@
 {{/*
 One panel: vision encoders or text engines. Call with root, component, values, port, prefix (of its settings' variables),
-addressed (whether others must reach this very pod) and triggers (what KEDA watches).
+key (its name in the values), addressed (whether others must reach this very pod) and triggers (what KEDA watches).
 */}}
 {{- define "diptych.panel" -}}
 {{- $root := .root -}}
 {{- $values := .values -}}
 {{- $name := printf "%s-%s" (include "diptych.name" $root) .component -}}
+{{- $scheme := ternary "https" "http" $root.Values.tls.enabled -}}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
@@ -41,7 +42,7 @@ spec:
             - name: POD_IP
               valueFrom: { fieldRef: { fieldPath: status.podIP } }
             - name: {{ .prefix }}PUBLIC_URL
-              value: http://$(POD_IP):{{ .port }}
+              value: {{ $scheme }}://$(POD_IP):{{ .port }}
             {{- end }}
             - name: {{ .prefix }}DRAIN_TIMEOUT_S
               value: {{ $root.Values.drainSeconds | quote }}
@@ -52,9 +53,19 @@ spec:
             {{- end }}
             {{- end }}
             {{- include "diptych.token-env" $root | nindent 12 }}
+            {{- include "diptych.tls-env" $root | nindent 12 }}
+            {{- if $root.Values.tls.enabled }}
+            - name: DIPTYCH_TLS_REQUIRE_CLIENT_CERT
+              value: {{ $root.Values.tls.requireClientCertificates | quote }}
+            {{- if not .addressed }}
+            # It asks encoders by their addresses, and their certificates have a name.
+            - name: DIPTYCH_TLS_SERVER_NAME
+              value: {{ include "diptych.name" $root }}-vision-encoder
+            {{- end }}
+            {{- end }}
             {{- include "diptych.redis-env" $root | nindent 12 }}
             {{- include "diptych.extra-env" $values.env | nindent 12 }}
-          {{- include "diptych.probes" (dict "startFailures" 360) | nindent 10 }}
+          {{- include "diptych.probes" (dict "startFailures" 360 "scheme" (upper $scheme)) | nindent 10 }}
           # The gateway asks for the panel's addresses every 3 s and probes every second; a pod goes on serving till it knows.
           lifecycle: { preStop: { exec: { command: [sleep, "5"] } } }
           resources: {{- include "diptych.resources" $values | nindent 12 }}
@@ -62,6 +73,7 @@ spec:
           volumeMounts:
             - { name: tmp, mountPath: /tmp }
             - { name: models, mountPath: /cache }
+            {{- include "diptych.tls-mount" $root | nindent 12 }}
       volumes:
         - { name: tmp, emptyDir: {} }
         {{- if $root.Values.modelCache.existingClaim }}
@@ -69,6 +81,7 @@ spec:
         {{- else }}
         - { name: models, emptyDir: { sizeLimit: {{ $root.Values.modelCache.sizeLimit }} } }
         {{- end }}
+        {{- include "diptych.tls-volume" . | nindent 8 }}
 ---
 # Headless: the gateway balances by itself and has to see every replica, those that are starting included.
 apiVersion: v1

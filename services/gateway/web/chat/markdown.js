@@ -4,12 +4,13 @@
 import { copyButton, el } from "./dom.js";
 
 const MAX_DEPTH = 8; // of lists in quotes in lists; what is deeper is shown as it was written
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
+// Each of these reads a line once, however long and whatever is in it: no two neighbours may want the same characters.
+const FENCE = /^ {0,3}(`{3,}|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:\s|$)/;
+const RULE_START = /^ {0,3}[-*_]/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(\s+|$)/;
-const TABLE_RULE = /^ {0,3}\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const TABLE_RULE_CELL = /^:?-+:?$/;
 
 /** Shows a growing text: only blocks that have changed since are built again. */
 export class MarkdownView {
@@ -51,25 +52,42 @@ function readBlock(lines, at) {
   const fence = FENCE.exec(line);
   if (fence) return readCode(lines, at, fence);
   const heading = HEADING.exec(line);
-  if (heading) return { kind: "heading", level: heading[1].length, text: heading[2], length: 1 };
-  if (RULE.test(line)) return { kind: "rule", length: 1 };
+  if (heading) return { kind: "heading", level: heading[1].length, text: headingText(line.slice(heading[0].length)), length: 1 };
+  if (isRule(line)) return { kind: "rule", length: 1 };
   if (QUOTE.test(line)) {
     const length = countWhile(lines, at, (each) => QUOTE.test(each));
     return { kind: "quote", lines: lines.slice(at, at + length).map((each) => each.replace(QUOTE, "")), length };
   }
   if (ITEM.test(line)) return readList(lines, at);
-  if (line.includes("|") && TABLE_RULE.test(lines[at + 1] ?? "")) return readTable(lines, at);
+  if (line.includes("|") && isTableRule(lines[at + 1] ?? "")) return readTable(lines, at);
   const length = 1 + countWhile(lines, at + 1, (each) => each.trim() && !startsBlock(each));
   return { kind: "paragraph", text: lines.slice(at, at + length).join("\n"), length };
 }
 
-const startsBlock = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((pattern) => pattern.test(line));
+const startsBlock = (line) => [FENCE, HEADING, QUOTE, ITEM].some((pattern) => pattern.test(line)) || isRule(line);
+
+/** Three or more of one mark, and nothing else but white space. */
+function isRule(line) {
+  if (!RULE_START.test(line)) return false;
+  const marks = line.replaceAll(/\s+/g, "");
+  return marks.length >= 3 && marks === marks[0].repeat(marks.length);
+}
 
 function countWhile(lines, at, holds) {
   let count = 0;
   while (at + count < lines.length && holds(lines[at + count])) count += 1;
   return count;
 }
+
+/** Without the marks that may close it: "## Title ##". What ends in one of its own stays, "C#". */
+function headingText(rest) {
+  const text = rest.trim();
+  let end = text.length;
+  while (end > 0 && text[end - 1] === "#") end -= 1;
+  return end === 0 || /\s/.test(text[end - 1]) ? text.slice(0, end).trimEnd() : text;
+}
+
+const isTableRule = (line) => cells(line).every((cell) => TABLE_RULE_CELL.test(cell));
 
 function readCode(lines, at, [, marks, language]) {
   const isEnd = (line) => line.trim().length >= marks.length && line.trim() === marks[0].repeat(line.trim().length);
@@ -85,24 +103,37 @@ function readList(lines, at) {
   let index = at;
   while (index < lines.length) {
     const match = ITEM.exec(lines[index]);
-    if (!match || isOrdered(match) !== isOrdered(first) || RULE.test(lines[index])) break;
+    if (!match || isOrdered(match) !== isOrdered(first) || isRule(lines[index])) break;
     const indent = match[3] ? match[0].length : match[0].length + 1;
     const own = [lines[index].slice(match[0].length)];
     index += 1;
-    while (index < lines.length && belongsToItem(lines, index, indent)) {
-      own.push(lines[index].replace(new RegExp(`^ {0,${indent}}`), ""));
-      index += 1;
-    }
+    index = readItem(lines, index, indent, own);
     items.push(own);
   }
   return { kind: "list", isOrdered: isOrdered(first), start: parseInt(first[2], 10) || 1, items, length: index - at };
 }
 
-function belongsToItem(lines, index, indent) {
-  const line = lines[index];
-  if (line.trim()) return line.startsWith(" ".repeat(Math.min(indent, 2))) || !(startsBlock(line) || !lines[index - 1].trim());
-  const next = lines.slice(index).find((each) => each.trim());
-  return next !== undefined && (next.startsWith(" ".repeat(Math.min(indent, 2))) || ITEM.test(next));
+/** Adds to `own` the lines that go on with an item; -> the first that does not. */
+function readItem(lines, at, indent, own) {
+  let index = at;
+  while (index < lines.length) {
+    const next = index + countWhile(lines, index, (each) => !each.trim()); // blank lines belong to what follows them
+    if (next === lines.length) break;
+    const isOwn = lines[next].startsWith(" ".repeat(Math.min(indent, 2)));
+    const isAfterBlank = next > index;
+    if (!isOwn && (isAfterBlank ? !ITEM.test(lines[next]) : startsBlock(lines[next]))) break;
+    for (; index < next; index += 1) own.push("");
+    if (!isOwn && isAfterBlank) break; // the list's next item
+    own.push(unindented(lines[next], indent));
+    index = next + 1;
+  }
+  return index;
+}
+
+function unindented(line, indent) {
+  let at = 0;
+  while (at < indent && line[at] === " ") at += 1;
+  return line.slice(at);
 }
 
 function readTable(lines, at) {

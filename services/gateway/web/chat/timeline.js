@@ -3,13 +3,9 @@
 import { el, plural } from "./dom.js";
 
 const OPEN = "diptych.timeline"; // "closed" once somebody has closed one
-const STAGES = {
-  receive: "receive", fetch: "fetch", admit: "admit", decode: "decode", preprocess: "preprocess", encode: "encode", store: "store",
-  transfer: "transfer", tokenize: "tokenize", queue: "queue", prefill: "prefill", decode_tokens: "write",
-};
 const MEANINGS = {
   receive: "the request arrives and is checked",
-   fetch: "the picture's bytes are read", admit: "the encoder looks at the picture's header", decode: "the file becomes pixels",
+  fetch: "the picture's bytes are read", admit: "the encoder looks at the picture's header", decode: "the file becomes pixels",
   preprocess: "pixels are scaled for the model", encode: "the vision tower turns pixels into rows", store: "the rows are kept in Redis",
   transfer: "the rows come to the text engine", tokenize: "the text becomes tokens", queue: "waiting for a turn",
   prefill: "the prompt is read", decode_tokens: "the answer is written",
@@ -46,6 +42,9 @@ export function tokensPerSecond(usage) {
 }
 
 const time = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : ms >= 10 ? `${Math.round(ms)} ms` : `${ms.toFixed(1)} ms`);
+
+/** "decode_tokens" -> "decode tokens" */
+const stageName = (stage) => stage.replaceAll("_", " ");
 
 /** "vision_encoder-2" -> "Vision encoder 2" */
 function placeName(where) {
@@ -107,7 +106,7 @@ const fits = (span, row) => row.every((other) =>
   other.start_ms + ROUNDING_MS >= span.start_ms + span.duration_ms);
 
 function bar(span, total) {
-  const name = STAGES[span.stage] ?? span.stage;
+  const name = stageName(span.stage);
   const element = el(`span.bar.stage-${span.stage}`, { title: sentence(span) }, el("span", {}, name));
   element.style.left = `${(100 * span.start_ms) / total}%`;
   element.style.width = `${(100 * span.duration_ms) / total}%`;
@@ -117,14 +116,14 @@ function bar(span, total) {
 function sentence(span) {
   const of = span.image === undefined ? "" : ` of picture ${span.image + 1}`;
   const from = span.source ? ` from ${span.source === "redis" ? "Redis" : "the vision encoder"}` : "";
-  return `${STAGES[span.stage] ?? span.stage}${of}${from}: ${time(span.duration_ms)} from ${time(span.start_ms)} on` +
+  return `${stageName(span.stage)}${of}${from}: ${time(span.duration_ms)} from ${time(span.start_ms)} on` +
     (MEANINGS[span.stage] ? `. Here ${MEANINGS[span.stage]}.` : "");
 }
 
 function description(spans, total) {
   const longest = spans.toSorted((a, b) => b.duration_ms - a.duration_ms).slice(0, 3);
   return `Waterfall of ${plural(spans.length, "stage")} in ${time(total)}; the longest: ` +
-    longest.map((span) => `${STAGES[span.stage] ?? span.stage} ${time(span.duration_ms)} on ${placeName(span.where)}`).join(", ");
+    longest.map((span) => `${stageName(span.stage)} ${time(span.duration_ms)} on ${placeName(span.where)}`).join(", ");
 }
 
 function ticks(total) {
@@ -174,7 +173,7 @@ function pictures({ images = [] }) {
 
 function everySpan({ spans }) {
   const row = (span) => el("tr", {},
-    el("td", {}, el(`span.dot.stage-${span.stage}`), STAGES[span.stage] ?? span.stage),
+    el("td", {}, el(`span.dot.stage-${span.stage}`), stageName(span.stage)),
     el("td", {}, span.image === undefined ? "" : `picture ${span.image + 1}`),
     el("td", {}, placeName(span.where), span.source ? ` ← ${span.source === "redis" ? "Redis" : "vision encoder"}` : ""),
     el("td.number", {}, time(span.start_ms)), el("td.number", {}, time(span.duration_ms)));

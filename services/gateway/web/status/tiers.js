@@ -22,7 +22,7 @@ class Tier {
 
 export class Tiers {
   constructor(place) {
-    this.known = new Tier("Pictures known to the gateway from", ["its memory", "Redis", "an encode under way", "no one: encoded"]);
+    this.known = new Tier("Pictures known to the gateway from", ["its memory", "Redis", "an encode under way", "none of these: encoded"]);
     this.rows = new Tier("Embeddings given to engines by", ["their memory", "Redis", "the encoder", "no one"]);
     this.prompt = new Tier("Prompt tokens", ["found in the prefix cache", "computed"]);
     place.append(this.known.element, this.rows.element, this.prompt.element);
