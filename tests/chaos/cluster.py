@@ -56,6 +56,7 @@ class Holdings:
 class Cluster:
     system: System
     links: dict[str, Link]
+    folder: Path
 
     @property
     def engine_links(self) -> list[Link]:
@@ -111,7 +112,10 @@ def _num_open(service: Service) -> float:
 
 
 @contextmanager
-def running_cluster(folder: Path, num_encoders: int = 2, num_engines: int = 2, **settings: str) -> Iterator[Cluster]:
+def running_cluster(
+    folder: Path, num_encoders: int = 2, num_engines: int = 2, *, linked: bool = True, **settings: str
+) -> Iterator[Cluster]:
+    """linked   False: the gateway calls engines and encoders directly, for links take time of whoever measures"""
     cache_port, gateway_port, *ports = free_ports(2 + num_encoders + num_engines)
     link_ports = free_ports(1 + num_encoders + num_engines)
     cache = Cache(cache_port)
@@ -129,9 +133,10 @@ def running_cluster(folder: Path, num_encoders: int = 2, num_engines: int = 2, *
         for service, port in zip(services, link_ports[1:], strict=True)
     }
     encoders, engines = services[:num_encoders], services[num_encoders:]
+    urls = {service.name: links[service.name].url if linked else service.url for service in services}
     addresses = [
-        f"--vision-encoders={','.join(links[encoder.name].url for encoder in encoders)}",
-        f"--text-engines={','.join(links[engine.name].url for engine in engines)}",
+        f"--vision-encoders={','.join(urls[encoder.name] for encoder in encoders)}",
+        f"--text-engines={','.join(urls[engine.name] for engine in engines)}",
     ]
     gateway = Service("gateway", ["gateway", *addresses], gateway_port, env, folder)
     system = System(gateway, encoders, engines, cache)
@@ -141,7 +146,7 @@ def running_cluster(folder: Path, num_encoders: int = 2, num_engines: int = 2, *
             stack.callback(link.close)
         stack.callback(system.close)
         system.arrange()
-        yield Cluster(system, links)
+        yield Cluster(system, links, folder)
 
 
 def _command(name: str) -> str:

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from shared.embedding_cache import EMBEDDING_PREFIX
+from tests.chaos import scarcity
 from tests.chaos.cluster import Cluster, restart
 from tests.chaos.link import FAIR, Link, Weather
 from tests.chaos.traffic import End, Traffic
@@ -23,17 +25,25 @@ HOLD_S: Final = 4.0
 NUM_TOGETHER: Final = 200
 
 
+def no_settings(_folder: Path) -> dict[str, str]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """act      breaks and heals, while traffic runs
     may_lose    the bad ends that are no fault of ours; `because` says why
     restarts    services that are new processes afterwards, so that what they hold cannot be compared
+    settings    variables, made for a folder, that the cluster must have been started with
+    why_not     why it cannot be tried on this machine; empty: it can
     """
 
     act: Callable[[Cluster, Traffic], None]
     may_lose: frozenset[End] = frozenset()
     because: str = ""
     restarts: tuple[str, ...] = ()
+    settings: Callable[[Path], dict[str, str]] = no_settings
+    why_not: Callable[[], str] = str
 
 
 def kill_engine(cluster: Cluster, _traffic: Traffic) -> None:
@@ -173,6 +183,18 @@ FAULTS: Final[dict[str, Fault]] = {
     "embeddings pulled over a bad link": Fault(pull_through_bad_link),
     "embeddings expire at once": Fault(expire_embeddings),
     "redis without memory": Fault(starve_redis),
+    "services' disk full": Fault(scarcity.fill_disk),
+    "redis' disk full": Fault(scarcity.fill_disk_of_redis),
+    "encoder without memory": Fault(
+        scarcity.starve_encoder, frozenset({"failed"}), "pictures that it had taken on", restarts=("encoder-0",)
+    ),
+    "engine without memory": Fault(
+        scarcity.starve_engine,
+        STREAMS_ON_IT | {"failed"},
+        "requests that it had begun",
+        restarts=("engine-0",),
+    ),
+    "clocks jump": Fault(scarcity.jump, settings=scarcity.with_false_clock, why_not=scarcity.no_false_clock),
     "200 equal requests": Fault(ask_together),
     "encoders scaled to none and back": Fault(
         scale_encoders_to_none,

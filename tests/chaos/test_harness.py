@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.chaos.__main__ import judge
+from tests.chaos.__main__ import Verdict, judge, rounds
 from tests.chaos.cluster import Holdings
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.link import FAIR, Link, Weather
+from tests.chaos.scarcity import CLOCK_FILE, limited, no_false_clock, with_false_clock
 from tests.chaos.traffic import End, Outcome, _read_stream
 from tests.gateway_stack import running_stack
 from tests.ports import free_port
@@ -101,3 +107,56 @@ def test_no_fault_may_lose_a_right_answer_or_be_silent_except_the_only_gateway()
     for name, fault in FAULTS.items():
         assert not fault.may_lose & {"wrong", "hung"}, name
         assert name == "gateway killed" or "cut without a word" not in fault.may_lose
+
+
+def test_a_fault_that_wants_settings_of_its_own_gets_a_cluster_of_its_own():
+    names = list(FAULTS)
+    groups = rounds(names)
+    assert ["clocks jump"] in groups
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    assert all(len({FAULTS[name].settings for name in group}) == 1 for group in groups)
+
+
+def test_a_fault_that_cannot_be_tried_here_is_said_and_not_held_against_anybody():
+    verdict = Verdict("clocks jump", Counter(), why_not="libfaketime is not installed")
+    assert verdict.is_good
+    assert verdict.row() == "| clocks jump | | | | | not tried: libfaketime is not installed |"
+
+
+WRITE = """
+import pathlib, sys
+for line in sys.stdin:
+    try:
+        pathlib.Path(line.strip()).write_text("x")
+        print("written", flush=True)
+    except OSError:
+        print("OSError", flush=True)
+"""
+
+
+def test_a_process_without_disk_can_write_nothing_until_it_has_it_back(tmp_path: Path):
+    with subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+
+        def write() -> bytes:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(f"{tmp_path / 'file'}\n".encode())
+            child.stdin.flush()
+            return child.stdout.readline().strip()
+
+        assert write() == b"written"
+        with limited([child.pid], resource.RLIMIT_FSIZE, 0):
+            assert write().startswith(b"OSError")
+        assert write() == b"written"
+        child.stdin.close()
+
+
+@pytest.mark.skipif(bool(no_false_clock()), reason=no_false_clock())
+def test_the_false_clock_moves_the_time_of_day_and_no_timer(tmp_path: Path):
+    env = os.environ | with_false_clock(tmp_path)
+    (tmp_path / CLOCK_FILE).write_text("+93600\n")
+    asked = "import time; print(time.time(), time.monotonic())"
+    done = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)
+    wall, monotonic = map(float, done.stdout.split())
+    assert abs(wall - time.time() - 93_600) < 30
+    assert abs(monotonic - time.monotonic()) < 30

@@ -27,7 +27,7 @@ from PIL import Image, PngImagePlugin
 from tests.gateway_stack import data_url
 
 NUM_TOKENS: Final = 24
-GIVE_UP_S: Final = 60.0  # after which a request counts as hung
+GIVE_UP_S: Final = 60.0
 PAUSE_S: Final = 0.1  # of a client between two questions
 RETRYABLE: Final = frozenset({429, 503})
 
@@ -104,19 +104,21 @@ def _encoded(pixels: Image.Image, comment: str) -> bytes:
 class Traffic:
     """Clients in a thread of their own, each asking one question after another while `running`.
 
-    expected   the right answers, by number; None until `learn` has asked them undisturbed
+    give_up_s   after which a request counts as hung
+    expected    the right answers, by number; none until `learn` has asked them undisturbed
     """
 
     url: str
     questions: Questions
     num_clients: int = 6
+    give_up_s: float = GIVE_UP_S
     expected: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def learn(self) -> None:
         """Ask everything once, one after another, with nothing broken. Raises if anything is not answered."""
-        with httpx.Client(base_url=self.url, timeout=GIVE_UP_S, trust_env=False) as http:
+        with httpx.Client(base_url=self.url, timeout=self.give_up_s, trust_env=False) as http:
             for body, _ in self.questions.all():
                 response = http.post("/v1/chat/completions", json=body)
                 response.raise_for_status()
@@ -136,7 +138,7 @@ class Traffic:
 
     async def _ask_on(self, stop: threading.Event) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self.url, timeout=GIVE_UP_S, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=self.give_up_s, trust_env=False, limits=limits) as http:
 
             async def client() -> None:
                 while not stop.is_set():
@@ -152,7 +154,7 @@ class Traffic:
         """`count` requests that are equal, byte for byte, at the same moment."""
         body, index = self.questions.body(kind, 0)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self.url, timeout=GIVE_UP_S, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=self.give_up_s, trust_env=False, limits=limits) as http:
             return await asyncio.gather(*(self._send(http, kind, body, index, is_stream=False) for _ in range(count)))
 
     async def ask(self, http: httpx.AsyncClient, kind: Kind, number: int, *, is_stream: bool) -> Outcome:
@@ -170,7 +172,7 @@ class Traffic:
         status = 0
         try:
             async with (
-                asyncio.timeout(GIVE_UP_S),
+                asyncio.timeout(self.give_up_s),
                 http.stream("POST", "/v1/chat/completions", json=body | {"stream": is_stream}) as response,
             ):
                 status = response.status_code

@@ -180,10 +180,14 @@ class Cache:
             self._server.stop()
             self._server = None
 
+    @property
+    def pid(self) -> int:
+        assert self._server is not None
+        return int(self._server._process.pid)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
-        assert self._server is not None
-        pid = self._server._process.pid
+        pid = self.pid
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
