@@ -23,9 +23,14 @@ from rich.text import Text
 
 from diptych import machine, models
 from diptych.errors import ModelUnavailable
+from services.gateway.config import GatewaySettings
+from services.text_engine.config import TextEngineSettings
 from services.text_engine.kernels import native_build
+from services.text_engine.preflight import check_settings
+from services.vision_encoder.config import VisionEncoderSettings
 from shared import resources, tracing
 from shared.log import redact
+from shared.settings import SettingsError, load_settings, reason_of
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
@@ -80,6 +85,7 @@ def look(model: str, port: int) -> Iterator[Finding]:
     yield _memory()
     yield from _torch()
     yield _native_kernels()
+    yield from _settings()
     yield _port(port)
     yield _cache()
     yield _model(model)
@@ -199,13 +205,44 @@ def _model(name: str) -> Finding:
     try:
         model = models.resolve(name, say=lambda _text: None)
     except ModelUnavailable as error:
-        return Finding("fail", "model", str(error))
+        return Finding("fail", "model", str(error), "name a folder, a GGUF file, a Hugging Face id, demo or smollm2")
+    if problem := _why_not_servable(model.folder):
+        return Finding("fail", "model", f"{model.name}: {problem}", "mend the setting, or name another model")
     size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
     found = f"{model.name} in {model.folder}, {size / 2**20:.0f} MiB, {'sees' if model.has_vision else 'text only'}"
     memory = resources.available_memory_bytes()
     if memory is not None and size * WEIGHTS_ARE_LOADED_TIMES > memory:
         return Finding("warn", "model", found, f"{memory / GIB:.1f} GiB are available: it may not fit")
     return Finding("ok", "model", found)
+
+
+def _why_not_servable(folder: Path) -> str | None:
+    """What its config.json says against serving it with the settings of the environment."""
+    try:
+        check_settings(load_settings(TextEngineSettings, model=folder))
+    except SettingsError:
+        return None  # said of the settings
+    except ValueError as error:
+        return reason_of(error, TextEngineSettings)
+    return None
+
+
+def _settings() -> Iterator[Finding]:
+    """Every variable that would stop the start of a service."""
+    wrong = []
+    for service, needed in (
+        (GatewaySettings, {}),
+        (VisionEncoderSettings, {"model": "."}),
+        (TextEngineSettings, {"model": "."}),
+    ):
+        try:
+            load_settings(service, **needed)
+        except SettingsError as error:
+            wrong += str(error).splitlines()
+    if not wrong:
+        yield Finding("ok", "settings", "every variable of the environment can be used")
+    for line in dict.fromkeys(wrong):  # some are every service's
+        yield Finding("fail", "settings", line, "mend this environment variable, or unset it")
 
 
 def _disk() -> Finding:

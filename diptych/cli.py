@@ -16,13 +16,14 @@ from rich.console import Console
 
 from diptych import __version__
 from diptych.bench.cli import app as bench_app
-from diptych.errors import CommandFailed
+from diptych.errors import BadSetting, CommandFailed
 from diptych.help import Command
 from diptych.options import Given, build, with_settings
 from diptych.planner.cli import plan
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
+from shared.settings import reason_of
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -34,7 +35,10 @@ EPILOG = "Every setting can also be an environment variable: --{} is DIPTYCH_{}.
 ENGINE_EPILOG = EPILOG.format("max-model-len", "ENGINE_MAX_MODEL_LEN")
 
 # A panel of `serve` is one of many, so its place and its model are not the user's to set.
-SET_BY_SERVE = ("model", "served_model_name", "host", "port", "redis_url", "service_token")
+SET_BY_SERVE = (
+    *("model", "served_model_name", "host", "port", "redis_url", "service_token"),
+    *("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_require_client_cert", "tls_server_name"),
+)
 
 app = typer.Typer(
     name="diptych",
@@ -55,7 +59,9 @@ def main() -> None:
     try:
         app()
     except CommandFailed as error:
-        Console(stderr=True, highlight=False).print("error:", str(error), markup=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False)
+        for line in str(error).splitlines():
+            console.print("error:", line, markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(INTERRUPTED)
@@ -88,7 +94,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port of the gateway.", min=1, max=65535)] = 8000,
     vision_encoders: Annotated[int, typer.Option(help="How many vision encoders to run.", min=1, max=64)] = 1,
     text_engines: Annotated[int, typer.Option(help="How many text engines to run.", min=1, max=64)] = 1,
-    cache_memory: Annotated[str, typer.Option(help="Size of the embedding cache.", metavar="SIZE")] = "512mb",
+    cache_memory: Annotated[str, typer.Option(help="Size of the embedding cache.", metavar="SIZE")] = "512MiB",
 ) -> None:
     """Run the whole system on this machine: gateway, vision encoder, text engine and an embedding cache.
 
@@ -106,17 +112,25 @@ def serve(
     from diptych import launch, models, serving
 
     console = Console(stderr=True, highlight=False)
-    build(TextEngineSettings, {"model": ".", **given})  # a bad setting stops here, before anything is started
-    launch.check_cache_memory(cache_memory)
+    # Whatever is wrong with any setting of any service stops here, before anything is downloaded, loaded or started.
+    settings = build(TextEngineSettings, {"model": ".", **given})
+    build(VisionEncoderSettings, {"model": "."})
+    build(GatewaySettings, {})
+    cache_memory_bytes = launch.cache_memory_bytes(cache_memory)
     launch.check_port(host, port)
+    found = models.resolve(model, say=console.print)
+    draft_folder = _draft_folder(settings)
+    if draft_folder is not None:
+        given = {**given, "speculative_model": str(draft_folder)}
+    _check_checkpoint(settings.model_copy(update={"model": found.folder, "speculative_model": draft_folder}))
     plan = launch.Plan(
-        model=models.resolve(model, say=console.print),
+        model=found,
         host=host,
         port=port,
         num_vision_encoders=vision_encoders,
         num_text_engines=text_engines,
         engine=given,
-        cache_memory=cache_memory,
+        cache_memory_bytes=cache_memory_bytes,
     )
     asyncio.run(serving.serve(plan, console))
 
@@ -141,7 +155,9 @@ def chat(
     server: Annotated[
         str, typer.Option("--url", "--server", help="A running server.", envvar="DIPTYCH_SERVER", show_envvar=True)
     ] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="The model to start if no server answers.")] = "demo",
+    model: Annotated[
+        str | None, typer.Option(help="Who is to answer; started if no server runs. Default: what is served, or demo.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="DIPTYCH_API_KEY")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0, max=2)] = 0.0,
@@ -170,7 +186,10 @@ def batch(
     url: Annotated[
         str | None, typer.Option(help="A running server.", envvar="DIPTYCH_SERVER", show_envvar=True)
     ] = None,
-    model: Annotated[str, typer.Option(help="The model to start if no server answers.")] = "demo",
+    model: Annotated[
+        str | None,
+        typer.Option(help="For lines that name none; started if no server runs. Default: as served, or demo."),
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="DIPTYCH_API_KEY")] = None,
     images: Annotated[
         Path | None, typer.Option(help="Read pictures from below this folder only; default: the input's own.")
@@ -232,6 +251,7 @@ def gateway(given: Given) -> None:
           --text-engines http://10.0.0.5:8002,http://10.0.0.6:8002
     """
     settings = build(GatewaySettings, given)
+    _check_port(settings)
     from services.gateway.app import run
 
     run(settings)
@@ -251,6 +271,7 @@ def vision_encoder(
           --redis-url redis://cache:6379/0
     """
     settings = build(VisionEncoderSettings, _with_model(model, given))
+    _check_port(settings)
     from services.vision_encoder.app import run
 
     run(settings)
@@ -269,9 +290,38 @@ def text_engine(
       diptych text-engine llava-hf/llava-1.5-7b-hf --host 0.0.0.0 --dtype bfloat16 --max-num-seqs 128
     """
     settings = build(TextEngineSettings, _with_model(model, given))
+    settings = settings.model_copy(update={"speculative_model": _draft_folder(settings)})
+    _check_checkpoint(settings)
+    _check_port(settings)
     from services.text_engine.app import run
 
     run(settings)
+
+
+def _check_port(settings: GatewaySettings | VisionEncoderSettings | TextEngineSettings) -> None:
+    """Raises PortTaken, BadSetting."""
+    from diptych.launch import check_port
+
+    check_port(settings.host, settings.port)
+
+
+def _check_checkpoint(settings: TextEngineSettings) -> None:
+    """Raises BadSetting for what config.json says against the settings, or against the checkpoint itself."""
+    from services.text_engine.preflight import check_settings
+
+    try:
+        check_settings(settings)
+    except ValueError as error:
+        raise BadSetting(reason_of(error, TextEngineSettings)) from None
+
+
+def _draft_folder(settings: TextEngineSettings) -> Path | None:
+    """Of the draft model, if there is one: it may be whatever MODEL may be."""
+    from diptych import models
+
+    if settings.speculative_model is None:
+        return None
+    return models.resolve(str(settings.speculative_model), say=Console(stderr=True, highlight=False).print).folder
 
 
 def _with_model(model: str, given: Given) -> Given:

@@ -6,8 +6,10 @@ For anything more, any OpenAI client works against the same server.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import mimetypes
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +22,18 @@ from shared.lines import lines_of
 
 # An answer may take minutes on a slow machine: only connecting has a limit.
 TIMEOUT = httpx.Timeout(None, connect=5.0)
+_IMAGE_PART = re.compile(r"messages\[0\]\.content\[(\d+)\]")  # where `_body` puts pictures: before the question
 
 
 class RequestFailed(Exception):
-    """The server refused or broke off; the message is its own."""
+    """The server refused or broke off; the message is its own.
+
+    param   the field of the request that it is about; None: it does not say
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,8 @@ class Client:
     def ask(self, question: str, images: Sequence[str | Path] = (), **options: Any) -> Answer:
         """One question about any number of pictures; `options` are fields of the request, e.g. `max_tokens=50`."""
         since = time.perf_counter()
-        response = self._checked(self._http.post("/v1/chat/completions", json=_body(question, images, options)))
+        with _naming(images):
+            response = self._checked(self._http.post("/v1/chat/completions", json=_body(question, images, options)))
         body = response.json()
         text = body["choices"][0]["message"]["content"] or ""
         return Answer(text, body.get("usage") or {}, time.perf_counter() - since)
@@ -97,7 +108,7 @@ class Client:
         pieces: list[str] = []
         usage: dict[str, Any] = {}
         body = _body(question, images, {**options, "stream": True, "stream_options": {"include_usage": True}})
-        with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+        with _naming(images), self._http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
                 response.read()
                 self._checked(response)
@@ -113,7 +124,7 @@ class Client:
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if not response.is_error:
             return response
-        raise RequestFailed(_message(response.text) or f"the server answered with status {response.status_code}")
+        raise _failure(response.text, f"the server answered with status {response.status_code}")
 
 
 def image_url(image: str | Path) -> str:
@@ -121,7 +132,9 @@ def image_url(image: str | Path) -> str:
     if isinstance(image, str) and image.startswith(("http://", "https://", "data:")):
         return image
     path = Path(image).expanduser()
-    mime = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    mime = mimetypes.guess_type(path.name)[0] or ""
+    if not mime.startswith("image/"):  # whether it is a picture nevertheless, its bytes tell
+        mime = "application/octet-stream"
     return f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
@@ -139,8 +152,30 @@ def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
             continue
         event = json.loads(data)
         if "error" in event:
-            raise RequestFailed(_message(data.decode()) or "the server broke off the answer")
+            raise _failure(data.decode(), "the server broke off the answer")
         yield event
+
+
+@contextlib.contextmanager
+def _naming(images: Sequence[str | Path]) -> Iterator[None]:
+    """What the server says of a part of the request is said of the picture that was put there."""
+    try:
+        yield
+    except RequestFailed as error:
+        part = _IMAGE_PART.match(error.param or "")
+        if part is None or int(part.group(1)) >= len(images):
+            raise
+        number = int(part.group(1))
+        image = str(images[number])
+        name = f"picture {number + 1}" if image.startswith("data:") else image
+        raise RequestFailed(f"{name}: {str(error).removeprefix(f'{error.param}: ')}", param=error.param) from None
+
+
+def _failure(body: str, otherwise: str) -> RequestFailed:
+    """What an error body says; `otherwise` if it is none of ours."""
+    message = _message(body)
+    param = json.loads(body)["error"].get("param") if message else None
+    return RequestFailed(message or otherwise, param=param if isinstance(param, str) else None)
 
 
 def _message(body: str) -> str | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import secrets
+import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -22,13 +22,20 @@ from rich.console import Console
 from diptych import machine, models
 from diptych.errors import BadSetting, CommandFailed, PortTaken
 from diptych.models import Model
-from diptych.options import Given, as_flags
+from diptych.options import Given, as_flags, unknown_variables
 from diptych.processes import Command, Probe, StartFailed, Supervisor
 from diptych.progress import Lines, starting
+from services.gateway.config import GatewaySettings
+from services.text_engine.config import TextEngineSettings
+from services.vision_encoder.config import VisionEncoderSettings
 from shared import resources
+from shared.sizes import parse_size
 
 PROBE_TIMEOUT_S = 2.0
 
+FRONT_CERT_FILE = "DIPTYCH_GATEWAY_FRONT_CERT_FILE"
+# What these processes say to each other stays on loopback: in clear, and shown to who has the token.
+OF_OTHER_MACHINES = {"DIPTYCH_TLS_CERT_FILE", "DIPTYCH_TLS_KEY_FILE", "DIPTYCH_TLS_REQUIRE_CLIENT_CERT"}
 SERVICE_TOKEN = "DIPTYCH_SERVICE_TOKEN"  # noqa: S105 - the variable's name
 
 # The gateway drains first, while both panels still work for the requests it has accepted. The cache goes last.
@@ -40,7 +47,7 @@ class Plan:
     """What to run.
 
     engine        settings of the text engines, as on their own command line
-    cache_memory  size of the embedded Valkey's cache, in its own notation, e.g. "512mb"
+    cache_memory_bytes  of the embedded Valkey's cache; 0: no limit
     """
 
     model: Model
@@ -49,13 +56,14 @@ class Plan:
     num_vision_encoders: int = 1
     num_text_engines: int = 1
     engine: Given = field(default_factory=dict)
-    cache_memory: str = "512mb"
+    cache_memory_bytes: int = 512 << 20
 
     @property
     def base_url(self) -> str:
         """Where a client on this machine reaches the gateway."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)  # noqa: S104 - compared, not bound
-        return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}"
+        scheme = "https" if os.environ.get(FRONT_CERT_FILE, "").strip() else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}"
 
 
 @contextlib.asynccontextmanager
@@ -74,6 +82,8 @@ async def running(plan: Plan, console: Console, *, show_logs: bool) -> AsyncIter
                 await supervisor.start()
             yield supervisor
         except StartFailed as error:
+            if error.last_words:
+                console.print(error.last_words, markup=False, soft_wrap=True)
             raise CommandFailed(str(error)) from None
         finally:
             await supervisor.stop()
@@ -89,10 +99,12 @@ def check_port(host: str, port: int) -> None:
     raise PortTaken(f"port {port} on {host} is taken by {owner}; stop it, or choose another port with --port")
 
 
-def check_cache_memory(size: str) -> None:
-    """Raises BadSetting for what Valkey would not take as a size."""
-    if not re.fullmatch(r"[1-9]\d*(b|kb?|mb?|gb?)?", size, re.IGNORECASE):
-        raise BadSetting(f"--cache-memory = {size!r}: give a size such as 512mb or 2gb")
+def cache_memory_bytes(size: str) -> int:
+    """Raises BadSetting for what is no size."""
+    try:
+        return parse_size(size)
+    except ValueError as error:
+        raise BadSetting(f"--cache-memory {shlex.quote(size)} {error}") from None
 
 
 def commands(plan: Plan, console: Console) -> list[Command]:
@@ -102,7 +114,7 @@ def commands(plan: Plan, console: Console) -> list[Command]:
         console.print(f"{plan.model.name} has no vision tower: no vision encoder is started, images are refused.")
     cache_port, *ports = machine.free_ports(1 + num_encoders + plan.num_text_engines)
     encoder_ports, engine_ports = ports[:num_encoders], ports[num_encoders:]
-    cache, redis_url = _cache(cache_port, plan.cache_memory, console)
+    cache, redis_url = _cache(cache_port, plan.cache_memory_bytes, console)
     env = _environment(redis_url, console)
     encoders = [
         _encoder(name, port, plan, _with_threads(env, num_encoders))
@@ -142,7 +154,7 @@ def _service(name: str, port: int, words: list[str], env: Mapping[str, str], sta
     return Command(name, argv, _answers(f"{_url(port)}/ready"), env=env, stop_stage=stage)
 
 
-def _cache(port: int, memory: str, console: Console) -> tuple[list[Command], str | None]:
+def _cache(port: int, memory_bytes: int, console: Console) -> tuple[list[Command], str | None]:
     """The embedded Valkey and its URL; none if $REDIS_URL names a server, or if this platform has no Valkey."""
     if given := os.environ.get("REDIS_URL"):
         return [], given
@@ -162,7 +174,7 @@ def _cache(port: int, memory: str, console: Console) -> tuple[list[Command], str
     password = secrets.token_urlsafe(24)
     config = (
         f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\nappendonly no\n'
-        f"maxmemory {memory}\nmaxmemory-policy allkeys-lru\n"
+        f"maxmemory {memory_bytes}\nmaxmemory-policy allkeys-lru\n"
     )
     # Quiet, because its advice on the kernel's memory settings is for servers that write to disk.
     command = Command(
@@ -172,7 +184,11 @@ def _cache(port: int, memory: str, console: Console) -> tuple[list[Command], str
 
 
 def _environment(redis_url: str | None, console: Console) -> dict[str, str]:
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    env = {name: value for name, value in os.environ.items() if name not in OF_OTHER_MACHINES}
+    env["PYTHONUNBUFFERED"] = "1"
+    for settings in (GatewaySettings, VisionEncoderSettings, TextEngineSettings):
+        for name in unknown_variables(settings):  # it was said of them here, and need not be by each service
+            env.pop(name, None)
     if not env.get(SERVICE_TOKEN, "").strip():
         # As for Valkey: any user of the machine can reach the panels' ports. A variable, because `ps` shows arguments.
         env[SERVICE_TOKEN] = secrets.token_urlsafe(32)
@@ -225,7 +241,8 @@ def _sees_all(url: str, num_encoders: int, num_engines: int) -> Probe:
 async def _get(url: str) -> httpx.Response | None:
     """The answer if its status is 200."""
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S) as client:
+        # The gateway's certificate is for the name that clients use: it is asked whether it answers, not who it is.
+        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S, verify=False) as client:  # noqa: S501
             response = await client.get(url)
     except httpx.HTTPError:
         return None

@@ -6,6 +6,7 @@ The same engine and the same vision encoder as the services run, driven by one l
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -91,9 +92,11 @@ class LLM:
         if not structlog.is_configured():  # answers go to stdout; what is said about them does not
             structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
         folder = resolve(str(model), say=log.info).folder
+        if settings.get("speculative_model") is not None:
+            settings["speculative_model"] = resolve(str(settings["speculative_model"]), say=log.info).folder
         self._wanted: list[ImageRef] = []
         settings.setdefault("max_prefill_tokens_while_decoding", sys.maxsize)  # nobody reads along while it writes
-        settings.setdefault("max_queue_wait_s", None)  # nor waits for one answer more than for another
+        settings.setdefault("max_queue_wait_s", math.inf)  # nor waits for one answer more than for another
         loaded = load_settings(TextEngineSettings, model=folder, **settings)
         self._built = build_engine(loaded, self._wanted.append)
         self._window = 2 * loaded.max_num_seqs

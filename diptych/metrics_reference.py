@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -25,7 +26,7 @@ from services.vision_encoder.admission import Queue
 from services.vision_encoder.metrics import EncoderMetrics
 from services.vision_encoder.recent import RecentEmbeddings
 from shared.embedding_cache import EmbeddingCache
-from shared.metrics import PREFIX, service_registry, watch_cache
+from shared.metrics import PREFIX, service_registry, watch_cache, watch_certificates
 
 FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 INTRODUCTION: Final = """\
@@ -77,11 +78,15 @@ def _registries() -> dict[str, CollectorRegistry]:
     GatewayMetrics(gateway)
     lifecycle = Lifecycle(drain_delay_s=0, drain_timeout_s=1)
     pool: Pool[Any] = Pool(time.monotonic, random.Random(0))  # noqa: S311 - chooses nothing here
-    StateCollector(gateway, lifecycle, pool, pool, _stand_in(num_in_flight=0, sources={}))
+    StateCollector(gateway, lifecycle, pool, pool, _stand_in(num_in_flight=0, sources={}), _stand_in(num_shed=0))
     watch_cache(gateway, cache)
+    identity: Any = _stand_in(use="services", expires_at=datetime.now(UTC))
+    watch_certificates(gateway, [identity])
     encoder = EncoderMetrics()
+    watch_certificates(encoder.registry, [identity])
     encoder.watch(cache, Queue(max_images=1, max_bytes=1), RecentEmbeddings(0), 1)
     engine = EngineMetrics()
+    watch_certificates(engine.registry, [identity])
     embeddings = SimpleNamespace(num_queries=0, num_hits=0, num_idle_bytes=0)
     info = SimpleNamespace(block_size=16, num_kv_blocks=1, dtype="float32", implementation="native")
     built = _stand_in(engine=SimpleNamespace(embeddings=embeddings, num_steps=0), info=info)

@@ -12,14 +12,15 @@ import os
 import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from diptych.errors import BadSetting
-from shared.settings import SettingsError, env_name, load_settings
+from shared.settings import SettingsError, choices, env_name, load_settings
+from shared.sizes import format_size
 
 Given = Mapping[str, str | bool]  # field name -> value of a flag on the command line
 S = TypeVar("S", bound=BaseSettings)
@@ -64,6 +65,13 @@ def build(settings: type[S], given: Given) -> S:
         raise BadSetting(str(error)) from None
 
 
+def unknown_variables(settings: type[BaseSettings]) -> list[str]:
+    """Those of this process's environment that are named like settings and are none."""
+    prefix = str(settings.model_config.get("env_prefix", "")).upper()
+    known = {env_name(settings, name) for name in settings.model_fields}
+    return [name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known]
+
+
 def as_flags(given: Given) -> list[str]:
     """The same flags again, to hand on to a child process."""
     words = []
@@ -75,11 +83,22 @@ def as_flags(given: Given) -> list[str]:
     return words
 
 
+def is_size(name: str) -> bool:
+    """Whether a field is a number of bytes, which may be written as 64MiB."""
+    return name.endswith(("_bytes", "_memory"))
+
+
+def shown(name: str, value: object) -> object:
+    """A field's default as it would be written."""
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(str, value))
+    return format_size(value) if is_size(name) and isinstance(value, int) else value
+
+
 def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
     kind, words = describe(field.annotation)
-    default = None if field.is_required() else field.default
-    if isinstance(default, (tuple, list)):
-        default = ",".join(str(each) for each in default)
+    words = "SIZE" if is_size(name) else words
+    default = None if field.is_required() else shown(name, field.default)
     text = (field.description or "").rstrip(".")
     text = text[:1].upper() + text[1:]
     if default not in (None, "") and kind is not bool:
@@ -89,12 +108,6 @@ def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parame
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
-
-
-def choices(annotation: Any) -> list[str]:
-    """The words that a field takes, those of all members of a union; empty for any other type."""
-    literals = [part for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal]
-    return [str(word) for literal in literals for word in get_args(literal)]
 
 
 def describe(annotation: Any) -> tuple[type, str | None]:
@@ -112,10 +125,8 @@ def describe(annotation: Any) -> tuple[type, str | None]:
 
 def _warn_of_unknown_variables(settings: type[BaseSettings]) -> None:
     """A misspelt variable would be ignored in silence. Only a warning: orchestrators inject variables of their own."""
-    prefix = str(settings.model_config.get("env_prefix", "")).upper()
     known = [env_name(settings, name) for name in settings.model_fields]
-    for name in os.environ:
-        if prefix and name.upper().startswith(prefix) and name.upper() not in known:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            typer.echo(f"warning: the environment variable {name} is no setting and is ignored{hint}", err=True)
+    for name in unknown_variables(settings):
+        close = difflib.get_close_matches(name.upper(), known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        typer.echo(f"warning: the environment variable {name} is no setting and is ignored{hint}", err=True)

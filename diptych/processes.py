@@ -1,7 +1,8 @@
 """Child processes: started together, watched, restarted with back-off, stopped in order. Knows nothing of Diptych.
 
-Three promises: a child that dies while starting fails the start with its last words; one that dies later is started
-again; and no child outlives this process, however it ends (stopped, crashed or killed with SIGKILL).
+Three promises: a child that dies while starting fails the start with the reason, which it tells in a line `error: ...`;
+one that dies later is started again; and no child outlives this process, however it ends (stopped, crashed or killed
+with SIGKILL).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 TAIL_LINES = 200
+NUM_LAST_WORDS = 15
+REASON = "error: "  # begins the line in which a child tells why it ends
 MAX_LINE_BYTES = 1 << 20
 PROBE_INTERVAL_S = 0.1
 FIRST_BACKOFF_S = 0.5
@@ -35,7 +38,14 @@ Probe = Callable[[], Awaitable[bool]]
 
 
 class StartFailed(Exception):
-    """A child ended before everything was ready; the message holds its last log lines."""
+    """A child ended before everything was ready; the message is one line with the reason.
+
+    last_words   the child's last log lines, if it gave no reason itself
+    """
+
+    def __init__(self, message: str, last_words: str = "") -> None:
+        super().__init__(message)
+        self.last_words = last_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,8 @@ class Child:
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            # Not process.terminate(), which looks for its end first and would take the exit status from asyncio.
+            os.kill(process.pid, signal.SIGTERM)
         try:
             await asyncio.wait_for(process.wait(), self.command.stop_timeout_s)
         except TimeoutError:
@@ -213,7 +224,7 @@ class Supervisor:
             if child.is_stopping:
                 return
             if not self._started:
-                raise StartFailed(f"{child.name} {how_it_ended(status)} while starting.\n{_last_words(child)}")
+                raise start_failed(child.name, status, list(child.tail))
             if time.monotonic() - since > STEADY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
             child.state = "restarting"
@@ -256,9 +267,17 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
         transport.close()
 
 
-def _last_words(child: Child, num_lines: int = 15) -> str:
-    lines = list(child.tail)[-num_lines:]
-    return "\n".join(f"  {child.name} | {line}" for line in lines) or f"  {child.name} printed nothing."
+def start_failed(name: str, status: int, tail: Sequence[str]) -> StartFailed:
+    """Why a child has not started: what it says in lines that begin with `error: `, else how it ended.
+
+    tail   the last lines of its output
+    """
+    reasons = [line.removeprefix(REASON) for line in tail if line.startswith(REASON)]
+    if reasons:
+        return StartFailed(f"{name}: {'; '.join(reasons)}")
+    lines = "\n".join(f"  {name} | {line}" for line in tail[-NUM_LAST_WORDS:]) or f"  {name} printed nothing."
+    memory = "; perhaps this machine has too little memory" if status == -signal.SIGKILL else ""
+    return StartFailed(f"{name} {how_it_ended(status)} while starting{memory}", lines)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:

@@ -13,11 +13,11 @@ from typing import Final
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from diptych.options import choices, flag
+from diptych.options import flag, shown
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
-from shared.settings import env_name
+from shared.settings import choices, env_name
 
 FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SERVICES: Final[dict[str, type[BaseSettings]]] = {
@@ -31,7 +31,8 @@ INTRODUCTION: Final = """\
 Every setting of every service. On a command line it is a flag (`diptych text-engine --max-num-seqs 32`), in a
 container an environment variable; a flag wins over a variable, a variable over the default. A bad value stops the start
 with its name and what was wanted. `diptych serve` takes the text engine's flags and hands them on; settings of the
-gateway and the encoders reach it through the environment. Lists are separated by commas.
+gateway and the encoders reach it through the environment. Lists are separated by commas; a size is a number
+of bytes or has a unit: `20MiB`, or `20mb`, which is 20 million bytes.
 
 This page is made from the settings by `python -m diptych.reference`; a test keeps it true.
 """
@@ -52,19 +53,17 @@ def _row(settings: type[BaseSettings], name: str, field: FieldInfo) -> str:
     variable = env_name(settings, name)
     if name == "model":  # the commands of `diptych.cli` take it as their argument
         return f"| first argument | `{variable}` or `MODEL` | `demo` | {meaning}, a hub id, demo or smollm2 |\n"
-    return f"| `{flag(name)}` | `{variable}` | {_default(field)} | {meaning} |\n"
+    return f"| `{flag(name)}` | `{variable}` | {_default(name, field)} | {meaning} |\n"
 
 
-def _default(field: FieldInfo) -> str:
+def _default(name: str, field: FieldInfo) -> str:
     match field.default:
         case None | () | "":
             return ""
         case bool(value):
             return "on" if value else "off"
-        case tuple(values):
-            return f"`{','.join(map(str, values))}`"
         case value:
-            return f"`{value}`"
+            return f"`{shown(name, value)}`"
 
 
 def _cell(text: str) -> str:

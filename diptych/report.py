@@ -7,23 +7,14 @@ from rich.table import Table
 
 from diptych.client import Answer
 
-# Stage of usage.timings -> what a reader calls it.
-STAGES = {
-    "fetch": "fetch",
-    "decode": "decode",
-    "preprocess": "prepare",
-    "encode": "encode",
-    "queue": "queue",
-    "transfer": "transfer",
-    "prefill": "prefill",
-    "decode_tokens": "generate",
-}
+# Of usage.timings, in the order in which they begin. Readers see the same names as in answers, metrics and documents.
+STAGES = ("fetch", "decode", "preprocess", "encode", "queue", "transfer", "prefill", "decode_tokens")
 
 
 def timing_line(answer: Answer) -> str:
-    """ "1.20 s: encode 31 ms, prefill 85 ms, generate 800 ms; 137 + 25 tokens, 112 cached" """
+    """ "1.20 s: encode 31 ms, prefill 85 ms, decode tokens 800 ms; 137 + 25 tokens, 112 cached" """
     timings = answer.timings
-    spent = [f"{name} {milliseconds(timings[stage])} ms" for stage, name in STAGES.items() if stage in timings]
+    spent = [f"{_words(stage)} {milliseconds(timings[stage])} ms" for stage in STAGES if stage in timings]
     prompt, generated = answer.usage.get("prompt_tokens", 0), answer.usage.get("completion_tokens", 0)
     first = "" if answer.first_token_s is None else f", first token after {milliseconds(answer.first_token_s)} ms"
     return (
@@ -38,7 +29,7 @@ def timing_table(rows: list[tuple[str, Answer]]) -> Table:
         title="Where the time went, in milliseconds", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     table.add_column("request")
-    for name in [*STAGES.values(), "total", "tokens", "cached"]:
+    for name in [*map(_words, STAGES), "total", "tokens", "cached"]:
         table.add_column(name, justify="right")
     for name, answer in rows:
         timings = answer.timings
@@ -46,6 +37,11 @@ def timing_table(rows: list[tuple[str, Answer]]) -> Table:
         tokens = f"{answer.usage.get('prompt_tokens', '?')} + {answer.usage.get('completion_tokens', '?')}"
         table.add_row(name, *stages, milliseconds(answer.total_s), tokens, str(answer.num_cached_tokens))
     return table
+
+
+def _words(stage: str) -> str:
+    """With spaces, at which a narrow table can break the line."""
+    return stage.replace("_", " ")
 
 
 def milliseconds(seconds: float) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 from diptych import LLM, SamplingParams
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "models/demo/samples")
+if not folder.is_dir():
+    sys.exit(f"error: {folder} is no folder here; give one with pictures: python examples/offline.py FOLDER")
 pictures = sorted(path for path in folder.iterdir() if path.suffix in {".png", ".jpg", ".jpeg", ".webp"})
 
 llm = LLM("demo")

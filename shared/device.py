@@ -7,6 +7,8 @@ from typing import Final
 
 import torch
 
+from shared.settings_errors import SettingRefused
+
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -14,7 +16,7 @@ def choose_device(requested: str) -> torch.device:
     """The device called `requested`, or the best there is for "auto". Raises ValueError for a GPU that is not there."""
     has_cuda = torch.cuda.is_available()
     if requested == "cuda" and not has_cuda:
-        raise ValueError("device is 'cuda', but torch sees no CUDA device; use cpu or auto")
+        raise SettingRefused("device", requested, "cannot be used: torch sees no CUDA device; use cpu or auto")
     return torch.device(("cuda" if has_cuda else "cpu") if requested == "auto" else requested)
 
 
@@ -28,9 +30,9 @@ def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
             return torch.bfloat16
         return torch.float32 if device.type == "cpu" else torch.float16
     if requested not in DTYPES:
-        raise ValueError(f"dtype is {requested!r}; supported: auto, {', '.join(DTYPES)}")
+        raise SettingRefused("dtype", requested, f"is not one of auto, {', '.join(DTYPES)}")
     if requested == "float16" and device.type == "cpu":
-        raise ValueError("dtype is 'float16', which is for GPUs; on a CPU use bfloat16, float32 or auto")
+        raise SettingRefused("dtype", requested, "is for GPUs; on a CPU use bfloat16, float32 or auto")
     return DTYPES[requested]
 
 

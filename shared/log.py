@@ -61,7 +61,11 @@ def configure_logging(service: str, level: str = "info", log_format: LogFormat =
     ]
     renderer: Any = structlog.dev.ConsoleRenderer(pad_event_to=28) if console else structlog.processors.JSONRenderer()
     structlog.configure(
-        processors=[*shared_processors, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,  # first: what nobody will read costs nothing
+            *shared_processors,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
@@ -76,7 +80,7 @@ def configure_logging(service: str, level: str = "info", log_format: LogFormat =
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -58,25 +58,32 @@ def plan(
     save_costs: Annotated[
         Path | None, typer.Option(help="Write what was measured to this file.", rich_help_panel=_HARDWARE)
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="For the printed commands; default: the one measured.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """How many gateways, encoders and engines a traffic needs, with how much memory, and how fast they will answer.
 
-    A proposal is worked out from what one engine carries within the targets, then played through a simulator that has
-    the real scheduler and the real balancer, and corrected until the targets hold there. What was assumed is printed
-    with it. Seconds for a few replicas, a minute for many.
+    First it finds how many requests one engine carries within the wanted times. Then it simulates the whole system,
+    with the real scheduler and balancer, and adds replicas until the times hold. It prints the replicas, the times, the
+    commands that start them, and what it assumed. A few replicas take seconds, many a minute.
 
-    Exit code 1 if no number of replicas can keep the targets; the message then says what a request takes alone.
+    Exit code 1 if no number of replicas is enough; the message then says how long a request takes alone.
 
-    Costs are the machine's own: the preset [bold]cpu[/bold] is SmolLM2-135M on two cores, [bold]h100[/bold] a guess.
-    For your model on your machine start one engine and one encoder, let nobody use them, and give their addresses.
+    How fast a replica is comes from --hardware: [bold]cpu[/bold] is SmolLM2-135M on two cores, measured, and
+    [bold]h100[/bold] a guess. For your model on your machine, start one engine and one encoder, let nobody use them,
+    and give their addresses: they are measured for a minute or two.
 
     [bold]Examples[/bold]
 
       diptych plan --requests-per-s 12 --prompt-tokens 300 --pictures 1
       diptych plan --requests-per-s 80 --hardware h100 --output-tokens 250 --json
+
+      diptych text-engine demo --port 8002 &
+      diptych vision-encoder demo --port 8001 &
       diptych plan --requests-per-s 12 --engine http://127.0.0.1:8002 \\
-          --encoder http://127.0.0.1:8001 --save-costs l40s.json
+          --encoder http://127.0.0.1:8001 --save-costs mine.json
     """
     if shared_tokens >= prompt_tokens:
         raise BadSetting(f"--shared-tokens {shared_tokens} are a part of --prompt-tokens, which are {prompt_tokens}")
@@ -105,10 +112,11 @@ def plan(
     if save_costs is not None:
         machine.save(save_costs)
     found = Planner(machine, target, headroom=headroom).plan(traffic, keep_pictures_s=keep_pictures_s)
+    name = model or machine.model
     if json_:
-        typer.echo(json.dumps(report.as_json(found, traffic, target, machine, headroom), indent=2))
+        typer.echo(json.dumps(report.as_json(found, traffic, target, machine, headroom, name), indent=2))
     else:
-        typer.echo(report.as_text(found, traffic, target, machine, headroom))
+        typer.echo(report.as_text(found, traffic, target, machine, headroom, name))
 
 
 def _headers() -> dict[str, str]:

@@ -37,6 +37,11 @@ class Hardware:
     memory: Memory
 
     @property
+    def model(self) -> str | None:
+        """Whose costs these are, as one would name it to start it; None: a preset's stand for many."""
+        return None if self.name in PRESETS else self.name
+
+    @property
     def kv_bytes(self) -> int | None:
         """Of one engine's KV cache."""
         row = self.memory.kv_token_bytes

@@ -7,6 +7,7 @@ knows them; a minute or two on a small CPU, seconds on a GPU.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -14,7 +15,7 @@ import statistics
 import struct
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -49,15 +50,46 @@ class Answered:
 async def measure(engine_url: str, encoder_url: str | None, headers: Mapping[str, str] | None = None) -> Hardware:
     """headers   what the services want to be shown, if they want a token. Raises CommandFailed."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, trust_env=False) as http:
-        try:
-            hardware = await _engine(http, engine_url.rstrip("/"))
-            return hardware if encoder_url is None else await _encoder(http, encoder_url.rstrip("/"), hardware)
-        except httpx.HTTPStatusError as error:
-            wants_token = error.response.status_code == httpx.codes.UNAUTHORIZED
-            hint = "; its token belongs into DIPTYCH_SERVICE_TOKEN" if wants_token else ""
-            raise CommandFailed(f"{error.request.url} answered {error.response.status_code}{hint}") from error
-        except (httpx.HTTPError, ValueError, KeyError) as error:
-            raise CommandFailed(f"{engine_url} or {encoder_url} is no such service: {error!r}") from error
+        if encoder_url is not None:  # measuring an engine takes a minute, which should not be for nothing
+            with _told_as("--encoder", "vision encoder", encoder_url):
+                await _encoder_info(http, _base_url(encoder_url))
+        with _told_as("--engine", "text engine", engine_url):
+            hardware = await _engine(http, _base_url(engine_url))
+        if encoder_url is None:
+            return hardware
+        with _told_as("--encoder", "vision encoder", encoder_url):
+            return await _encoder(http, _base_url(encoder_url), hardware)
+
+
+@contextlib.contextmanager
+def _told_as(option: str, kind: str, url: str) -> Iterator[None]:
+    """Raises CommandFailed, which names the option, for whatever is not a ready service of this kind."""
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        raise CommandFailed(f"{option} {url}: {_refusal(error.response, kind)}") from error
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise CommandFailed(f"{option} {url}: no {kind} answers there ({reason}); is it running?") from error
+    except (ValueError, KeyError) as error:
+        raise CommandFailed(f"{option} {url}: what answers there is no {kind}; start one with diptych") from error
+
+
+def _refusal(response: httpx.Response, kind: str) -> str:
+    match response.status_code:
+        case httpx.codes.UNAUTHORIZED:
+            return f"the {kind} wants a token; put it into DIPTYCH_SERVICE_TOKEN"
+        case httpx.codes.NOT_FOUND:
+            return f"what answers there is no {kind}; give the address of one, not of the gateway"
+        case httpx.codes.SERVICE_UNAVAILABLE:
+            return f"the {kind} is not ready yet; try again when it has loaded its model"
+        case status:
+            return f"the {kind} answered with status {status}"
+
+
+def _base_url(url: str) -> str:
+    """With the http:// that people leave out, and without a slash at its end."""
+    return (url if "://" in url else f"http://{url}").rstrip("/")
 
 
 async def _engine(http: httpx.AsyncClient, url: str) -> Hardware:
@@ -139,8 +171,12 @@ class _Engine:
         return answered
 
 
+async def _encoder_info(http: httpx.AsyncClient, url: str) -> EncoderInfo:
+    return EncoderInfo.model_validate_json((await http.get(f"{url}/v1/info")).raise_for_status().content)
+
+
 async def _encoder(http: httpx.AsyncClient, url: str, hardware: Hardware) -> Hardware:
-    info = EncoderInfo.model_validate_json((await http.get(f"{url}/v1/info")).raise_for_status().content)
+    info = await _encoder_info(http, url)
     num_tokens, _ = await _encode(http, url)  # warm
     one_s = min([(await _encode(http, url))[1] for _ in range(NUM_REPEATS)])
     many_s = math.inf

@@ -7,13 +7,19 @@ from typing import Any
 
 from diptych.planner.hardware import Hardware
 from diptych.planner.plan import ENCODER_LOAD, GATEWAY_LOAD, Plan
+from diptych.planner.start import NO_MODEL, compose_command, helm_command
 from diptych.planner.traffic import NUM_KNOWN_IMAGES, SIGMA, Target, Traffic
 
 MIB = 2**20
 
 
-def as_json(plan: Plan, traffic: Traffic, target: Target, hardware: Hardware, headroom: float) -> dict[str, Any]:
-    """Counts, bytes and seconds; null where something is not known."""
+def as_json(
+    plan: Plan, traffic: Traffic, target: Target, hardware: Hardware, headroom: float, model: str | None
+) -> dict[str, Any]:
+    """Counts, bytes and seconds; null where something is not known.
+
+    model   for the commands that start it; None: not known
+    """
     return {
         "traffic": asdict(traffic),
         "target": asdict(target),
@@ -29,15 +35,47 @@ def as_json(plan: Plan, traffic: Traffic, target: Target, hardware: Hardware, he
         },
         "simulated": plan.figures,
         "alone": plan.alone,
+        "start": {"compose": compose_command(plan, model), "helm": helm_command(plan, model)},
         "assumptions": assumptions(traffic, hardware, headroom),
     }
 
 
-def as_text(plan: Plan, traffic: Traffic, target: Target, hardware: Hardware, headroom: float) -> str:
-    memory, seen, alone = hardware.memory, plan.figures, plan.alone
-    pictures = (
-        f", {traffic.pictures:g} pictures of which {traffic.new_pictures:.0%} are new" if traffic.pictures else ""
+def as_text(
+    plan: Plan, traffic: Traffic, target: Target, hardware: Hardware, headroom: float, model: str | None
+) -> str:
+    """The same for people."""
+    return "\n".join(
+        [
+            *_question(traffic, hardware),
+            "",
+            *_replicas(plan, hardware),
+            "",
+            *_times(plan, target),
+            "",
+            *_start(plan, model),
+            "",
+            "Assumptions",
+            *(f"  * {text}" for text in assumptions(traffic, hardware, headroom)),
+        ]
     )
+
+
+def _question(traffic: Traffic, hardware: Hardware) -> list[str]:
+    pictures = (
+        f"; pictures a request: {traffic.pictures:g}, {traffic.new_pictures:.0%} of them new"
+        if traffic.pictures
+        else ""
+    )
+    return [
+        f"Traffic    {traffic.requests_per_s:g} requests/s, {traffic.prompt_tokens} prompt tokens, "
+        f"{traffic.output_tokens} output tokens{pictures}",
+        f"Hardware   {hardware.name}: {hardware.costs.source}",
+    ]
+
+
+def _replicas(plan: Plan, hardware: Hardware) -> list[str]:
+    memory, seen = hardware.memory, plan.figures
+    engine_memory = f"{_size(memory.engine_bytes)} weights, {_size(hardware.kv_bytes)} KV cache"
     rows = [
         ("gateways", plan.gateways, "no model", "two where a restart must go unnoticed"),
         (
@@ -49,37 +87,46 @@ def as_text(plan: Plan, traffic: Traffic, target: Target, hardware: Hardware, he
         (
             "text engines",
             plan.engines,
-            f"{_size(memory.engine_bytes)} weights, {_size(hardware.kv_bytes)} KV cache",
+            engine_memory,
             f"KV cache {seen['kv_use_mean']:.0%} used, at most {seen['kv_use_max']:.0%}",
         ),
     ]
-    return "\n".join(
-        [
-            f"Traffic    {traffic.requests_per_s:g} requests/s, {traffic.prompt_tokens} prompt tokens, "
-            f"{traffic.output_tokens} output tokens{pictures}",
-            f"Hardware   {hardware.name}: {hardware.costs.source}",
-            "",
-            *(f"{count:>6}  {name:<16} {each:<36} {note}" for name, count, each, note in rows),
-            f"{'':>6}  {'Redis':<16} {_size(plan.redis_bytes)} for the pictures that are to be kept",
-            "",
-            "            p50        p95        p99        target (p95)   alone (p95)",
-            "TTFT   "
-            + "".join(f"{_time(seen[f'ttft_p{p}_s']):>11}" for p in (50, 95, 99))
-            + f"{_time(target.ttft_s):>15}{_time(alone['ttft_p95_s']):>14}",
-            "gap    "
-            + "".join(f"{_time(seen[f'gap_p{p}_ms'] / 1000):>11}" for p in (50, 95, 99))
-            + f"{_time(target.gap_s):>15}{_time(alone['gap_p95_ms'] / 1000):>14}",
-            f"{seen['output_tokens_per_s']:.0f} tokens/s in all; one engine carries "
-            f"{plan.engine_requests_per_s:.3g} such requests/s within the targets. "
-            f"Simulated with {seen['num_requests']:.0f} requests.",
-            "",
-            "Start it:  docker compose up --detach --wait "
-            f"--scale vision_encoder={plan.encoders} --scale text_engine={plan.engines}",
-            "",
-            "Assumptions",
-            *(f"  * {text}" for text in assumptions(traffic, hardware, headroom)),
-        ]
-    )
+    redis = f"{'':>6}  {'Redis':<16} {_size(plan.redis_bytes)} for the pictures that are to be kept"
+    needed = [row for row in rows if row[1]]
+    return [
+        *(f"{count:>6}  {name:<16} {each:<36} {note}" for name, count, each, note in needed),
+        *([redis] if plan.encoders else []),
+    ]
+
+
+def _times(plan: Plan, target: Target) -> list[str]:
+    """Percentiles of what users wait for; p95 is what 95 of 100 requests stay below."""
+    seen, alone = plan.figures, plan.alone
+    headings = ("p50", "p95", "p99", "wanted p95", "alone p95")
+    first = [*(seen[f"ttft_p{p}_s"] for p in (50, 95, 99)), target.ttft_s, alone["ttft_p95_s"]]
+    gaps = [*(seen[f"gap_p{p}_ms"] / 1000 for p in (50, 95, 99)), target.gap_s, alone["gap_p95_ms"] / 1000]
+    rows = {"to the first token": first, "between two tokens": gaps}
+    return [
+        f"{'Time':<20}" + "".join(f"{heading:>12}" for heading in headings),
+        *(f"{name:<20}" + "".join(f"{_time(each):>12}" for each in times) for name, times in rows.items()),
+        f"{seen['output_tokens_per_s']:.0f} tokens/s in all; one engine carries {plan.engine_requests_per_s:.3g} such "
+        f"requests/s within the wanted times. Simulated with {seen['num_requests']:.0f} requests; alone: a request "
+        "that meets no other.",
+    ]
+
+
+def _start(plan: Plan, model: str | None) -> list[str]:
+    lines = [
+        "Start it with Compose",
+        f"  {compose_command(plan, model)}",
+        "or on Kubernetes",
+        f"  {helm_command(plan, model)}",
+    ]
+    if model is None:
+        lines.append(f"{NO_MODEL} is a Hugging Face id or a folder; --model puts it in.")
+    if plan.gateways > 1:
+        lines.append("Compose gives each gateway a port of its own; clients or a balancer have to spread over them.")
+    return lines
 
 
 def assumptions(traffic: Traffic, hardware: Hardware, headroom: float) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from diptych.batch import run as batch_run
 from diptych.batch.answers import BatchOutput
 from diptych.batch.counter import Counter
 from diptych.batch.requests import BadLine, BatchInput, Place
+from diptych.client import Client
 from diptych.errors import BadSetting, CommandFailed
-from shared.errors import Overloaded
+from shared.errors import NotReady, Overloaded
 from tests.gateway_stack import Stack, running_stack
 from tests.ports import refusing_port
 from tests.scripted import png
@@ -133,6 +136,15 @@ def test_what_is_wrong_with_a_line_is_said_in_its_place_and_the_others_are_answe
     assert code == 1
     assert "7 of 7, 6 failed" in said
     found = answers(tmp_path)
+    for words in (
+        "line 2: this is not valid JSON (",
+        'line 3, custom_id get: method is "GET"; give POST',
+        'line 4, custom_id elsewhere: url is "/v1/embeddings"; give one of /v1/chat/completions',
+        "line 5, custom_id no-body: body is missing",
+        "line 7, custom_id refused: status 400: messages",
+        "6 lines have no good answer; mend the input, then --retry-failed asks again.",
+    ):
+        assert words in said
     assert found["good"]["response"]["status_code"] == 200
     assert found["refused"]["response"]["status_code"] == 400
     assert found["refused"]["response"]["body"]["error"]["param"] == "messages"
@@ -153,7 +165,26 @@ def test_a_second_run_asks_only_what_is_missing(stack: Stack, tmp_path: Path):
     assert (tmp_path / "out.jsonl").read_text().startswith(before)
     assert code == 1, "an earlier failure is still one"
     assert "3 of 4 lines are in" in said
+    assert "line 2: this is not valid JSON" in said, "whenever it failed"
+    assert "2 lines have no good answer" in said
     assert len(answers(tmp_path)) == 4
+
+
+def test_of_many_failures_ten_are_told_and_the_others_counted(stack: Stack, tmp_path: Path):
+    _, said = run(stack, write(tmp_path, *(line(str(i), url="/nowhere") for i in range(13))))
+    assert said.count('url is "/nowhere"') == 10
+    assert f"and 3 more, each with its reason in {tmp_path / 'out.jsonl'}" in said
+
+
+def test_a_model_is_put_into_lines_that_name_none_if_the_server_has_it(stack: Stack, tmp_path: Path):
+    with Client(stack.url) as client:
+        [served] = client.models()
+    named = line("named", body={"messages": [{"role": "user", "content": "hi"}], "model": "other"})
+    run(stack, write(tmp_path, line("a"), named), model=served)
+    assert answers(tmp_path)["a"]["response"]["body"]["model"] == served
+    assert "other" in answers(tmp_path)["named"]["response"]["body"]["error"]["message"]
+    with pytest.raises(BadSetting, match=f"--model llava is not served at .*, which serves {served}"):
+        run(stack, write(tmp_path, line("b")), model="llava")
 
 
 def test_what_failed_is_asked_again_if_that_is_wanted(stack: Stack, tmp_path: Path):
@@ -243,6 +274,13 @@ def test_what_is_no_path_goes_to_the_server_as_it_is(tmp_path: Path):
         assert message["content"][0]["image_url"]["url"] == url
 
 
+def test_the_example_is_a_batch_whose_pictures_are_there():
+    batch = BatchInput(ROOT / "examples/questions.jsonl", ROOT)
+    requests = [batch.request(place) for place in batch.places]
+    assert len(requests) == 2
+    assert "data:image/png;base64," in json.dumps(requests[0].body)
+
+
 def test_a_picture_of_the_responses_api_is_read_too(tmp_path: Path):
     (tmp_path / "one.png").write_bytes(png(seed=1))
     part = {"type": "input_image", "image_url": "one.png"}
@@ -285,8 +323,30 @@ def test_a_busy_server_is_asked_again(stack: Stack, tmp_path: Path):
     assert asked >= 3
 
 
-def test_a_server_that_stays_busy_leaves_its_words_in_the_output(stack: Stack, tmp_path: Path):
-    stack.engine.script.refuse = Overloaded("full", retry_after_s=0)
+def test_a_full_server_is_left_alone_as_long_as_it_says_and_asked_until_it_has_room(stack: Stack, tmp_path: Path):
+    """More often than other failures are retried: it works, and nothing of the batch may be lost."""
+    full = Overloaded("full", retry_after_s=1)
+    stack.engine.script.refuse = full
+    asked_at: list[float] = []
+    generate = stack.engine._generate
+
+    async def refuse_three_times(request: Any) -> Any:
+        asked_at.append(time.monotonic())
+        stack.engine.script.refuse = full if len(asked_at) <= 3 else None
+        return await generate(request)
+
+    stack.engine._generate = refuse_three_times  # type: ignore[method-assign]
+    try:
+        assert run(stack, write(tmp_path, line("a")), num_retries=1)[0] == 0
+    finally:
+        stack.engine._generate = generate  # type: ignore[method-assign]
+    assert answers(tmp_path)["a"]["response"]["status_code"] == 200
+    assert len(asked_at) == 4
+    assert all(later - earlier >= 1 for earlier, later in itertools.pairwise(asked_at))
+
+
+def test_a_server_that_stays_unready_leaves_its_words_in_the_output(stack: Stack, tmp_path: Path):
+    stack.engine.script.refuse = NotReady("shutting down", retry_after_s=0)
     assert run(stack, write(tmp_path, line("a")), num_retries=1)[0] == 1
     assert answers(tmp_path)["a"]["response"]["status_code"] == 503
 

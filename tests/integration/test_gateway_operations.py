@@ -466,6 +466,17 @@ def test_keys_open_the_api_and_nothing_tells_them():
             assert stack.http.get(path).status_code == 200
 
 
+@pytest.mark.parametrize(("admin_keys", "status"), [(("sk-admin",), 401), ((), 404)])
+def test_the_operators_paths_say_that_they_want_an_admin_key(admin_keys: tuple[str, ...], status: int):
+    paths = [("GET", "cache"), ("POST", "cache/reset"), ("POST", "sleep"), ("POST", "wake")]
+    with running_stack(api_keys=("sk-user",), admin_keys=admin_keys) as stack:
+        for method, path in [*paths, ("POST", "load_lora_adapter"), ("POST", "unload_lora_adapter")]:
+            for headers in ({}, {"Authorization": "Bearer sk-user"}):
+                error = assert_openai_error(stack.http.request(method, f"/v1/{path}", headers=headers), status)
+                assert "admin key" in error["message"]
+                assert "DIPTYCH_GATEWAY_ADMIN_KEYS" in error["message"]
+
+
 def test_a_key_has_a_name_limits_of_its_own_and_its_own_account():
     with running_stack(api_keys=("alice:sk-a", "bob:sk-b"), max_requests_per_minute=2, max_running_requests=1) as stack:
 
@@ -522,11 +533,11 @@ def gauges(stack: Stack, name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("field", "value", "wanted"),
     [
-        ("port", "99999", "less than or equal to 65535"),
+        ("port", "99999", "is too large; give a whole number from 0 to 65535"),
         ("text_engines", "localhost:8002", "http://host:port"),
         ("vision_encoders", "dns://name", "port"),
-        ("fetch_timeout_s", "0", "greater than 0"),
-        ("redis_url", "localhost", "pattern"),
+        ("fetch_timeout_s", "0", "is too small; give a number above 0"),
+        ("redis_url", "localhost", "e.g. redis://host:6379/0"),
     ],
 )
 def test_a_bad_setting_stops_the_start_with_its_name_and_what_is_wanted(field: str, value: str, wanted: str):

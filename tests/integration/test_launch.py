@@ -19,7 +19,7 @@ import pytest
 from diptych import launch, machine
 from diptych.errors import PortTaken
 from diptych.models import Model
-from diptych.processes import Command, StartFailed, Supervisor
+from diptych.processes import Command, StartFailed, Supervisor, start_failed
 from tests.ports import free_port
 
 # Writes its pid, is ready when the file is there, and ends on SIGTERM after writing the time.
@@ -139,12 +139,31 @@ async def test_stopping_does_not_wait_for_a_restart(tmp_path: Path) -> None:
 async def test_a_child_that_dies_while_starting_fails_the_start_with_its_last_words(tmp_path: Path) -> None:
     healthy = service("encoder", tmp_path)
     supervisor = Told().supervisor(healthy, never_ready(script("engine", BROKEN)))
-    with pytest.raises(StartFailed, match=r"engine ended with exit code 3 while starting") as caught:
+    with pytest.raises(StartFailed, match=r"^engine ended with exit code 3 while starting$") as caught:
         await supervisor.start()
-    assert "engine | reading weights" in str(caught.value)
-    assert "engine | config.json has no layers" in str(caught.value)
+    assert "engine | reading weights" in caught.value.last_words
+    assert "engine | config.json has no layers" in caught.value.last_words
     with contextlib.suppress(FileNotFoundError):  # it may have been stopped before it came that far
         assert not is_alive(int((tmp_path / "encoder.pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("status", "tail", "message"),
+    [
+        (1, ['{"event": "loading"}', "error: --dtype int9 is none", "bye"], "engine: --dtype int9 is none"),
+        (2, ["error: A=1 is bad", "error: B=2 is bad"], "engine: A=1 is bad; B=2 is bad"),
+        (
+            -9,
+            ["loading"],
+            "engine was ended by signal SIGKILL while starting; perhaps this machine has too little memory",
+        ),
+        (1, [], "engine ended with exit code 1 while starting"),
+    ],
+)
+def test_the_reason_of_a_failed_start_is_one_line_whatever_came_before_it(
+    status: int, tail: list[str], message: str
+) -> None:
+    assert str(start_failed("engine", status, tail)) == message
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path) -> None:

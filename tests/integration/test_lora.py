@@ -158,6 +158,15 @@ def test_what_cannot_be_loaded_is_refused(system: RealStack, body: dict[str, Any
     assert list(served(system)) == ["tiny", "one"]
 
 
+@pytest.mark.parametrize("name", ["never-loaded", "tiny"])
+def test_what_is_not_loaded_cannot_be_unloaded_and_is_named_as_it_was_given(system: RealStack, name: str):
+    refused = change(system, "unload", lora_name=name)
+    assert refused.status_code == 404
+    error = refused.json()["data"][0]["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "lora_name")
+    assert error["message"] == f"no adapter {name!r} is loaded here; loaded: one"
+
+
 def test_too_many_are_refused_until_one_goes(system: RealStack):
     for name in ("two", "three"):
         assert change(system, "load", lora_name=name, lora_path=name).status_code == 200

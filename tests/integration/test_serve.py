@@ -184,9 +184,17 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tmp_path: 
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     process = start(tmp_path, "--port", str(free_ports(1)[0]), output=subprocess.PIPE)
     output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.match(r"error: .*architectures is \['NoSuchModel'\]", output.decode().splitlines()[-1])
+
+
+def test_what_only_loading_finds_out_is_the_last_line_too_and_names_the_setting_as_it_was_typed(model: Path) -> None:
+    process = start(model, "--port", str(free_ports(1)[0]), "--logits-processors", "no:Such", output=subprocess.PIPE)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "text-engine ended with exit code 1 while starting" in output.decode()
-    assert "NoSuchModel" in output.decode()
+    lines = output.decode().splitlines()
+    assert lines[-1].startswith("error: text-engine: --logits-processors no:Such cannot be had: ModuleNotFoundError")
+    assert not any("Uvicorn" in line or "startup" in line or "Unknown child" in line for line in lines)
 
 
 def test_the_demo_asks_about_every_sample_and_stops(model: Path, tmp_path: Path) -> None:

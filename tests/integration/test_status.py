@@ -14,11 +14,12 @@ import pytest
 
 from services.gateway.balancer import Pool
 from services.gateway.status import MAX_STATE_BYTES, ControlRoom
+from shared.errors import InvalidImage
 from shared.state import BlockMap, EngineState
 from shared.wire import EncoderInfo, ModelInfo
 from tests.gateway_stack import Stack, assert_openai_error, data_url, eventually, running_stack
 from tests.ports import refusing_port
-from tests.scripted import png
+from tests.scripted import EncoderScript, png
 
 BLOCKS = BlockMap(
     num_blocks=3,
@@ -203,12 +204,16 @@ def test_the_page_is_served_under_a_strict_policy_and_brings_no_style_or_script_
 def test_with_api_keys_the_data_asks_for_one_and_can_be_turned_off():
     with running_stack(api_keys=("alice:sk-a",)) as stack:
         assert stack.http.get("/status").status_code == 200
+        assert 'href="/status"' in stack.http.get("/").text
         assert_openai_error(stack.http.get("/status/data"), 401, "invalid_api_key")
         headers = {"Authorization": "Bearer sk-a"}
         assert stack.http.get("/status/data", headers=headers).status_code == 200
     with running_stack(status_page=False) as stack:
         assert stack.http.get("/status").status_code == 404
         assert stack.http.get("/status/data").status_code == 404
+        page = stack.http.get("/")
+        assert page.status_code == 200
+        assert "/status" not in page.text, "nothing links to what is not there"
 
 
 def test_an_engine_nobody_can_reach_is_shown_not_ready():
@@ -245,3 +250,17 @@ def test_a_client_chooses_no_labels_of_any_metric():
         for _ in range(30):
             attack(stack, rng)
         assert series(stack) - before == set()
+
+
+def test_a_picture_that_is_refused_is_not_counted_as_encoded(stack: Stack):
+    def num_encoded() -> int:
+        return int(stack.http.get("/status/data").json()["gateway"]["images"].get("encoder", 0))
+
+    before = num_encoded()
+    assert_openai_error(stack.ask(data_url(b"no picture at all")), 400, "unsupported_image_format")
+    stack.encoder.script = EncoderScript(fail=InvalidImage("the image is truncated"))  # after it was admitted
+    assert_openai_error(stack.ask(data_url(png(61))), 400, "invalid_image")
+    stack.reset()
+    assert num_encoded() == before
+    assert stack.ask(data_url(png(62))).status_code == 200
+    eventually(lambda: num_encoded() == before + 1)

@@ -72,6 +72,7 @@ def _is_ready(client: OpenAI) -> bool:
         return False
 
 
+SCHEMA_PARAM: Final = "response_format.json_schema.schema"
 SHAPE: Final = {"type": "json_schema", "json_schema": {"name": "shape", "schema": Shape.model_json_schema()}}
 
 
@@ -151,8 +152,8 @@ def test_constrained_and_free_requests_run_side_by_side_without_touching_each_ot
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": BAD_PATTERN}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": BAD_TYPE}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": BAD_PATTERN}}, SCHEMA_PARAM),
+        ({"response_format": {"type": "json_schema", "json_schema": BAD_TYPE}}, SCHEMA_PARAM),
         ({"extra_body": {"guided_regex": "[a-"}}, "guided_regex"),
         ({"extra_body": {"guided_json": "{"}}, "guided_json"),
         ({"extra_body": {"structured_outputs": {"grammar": "start: x"}}}, "structured_outputs.grammar"),

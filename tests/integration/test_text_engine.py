@@ -36,6 +36,7 @@ from services.text_engine.app import create_app
 from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.batch import Batch, SampledToken
+from services.text_engine.core.queue_limit import RETRY_FULL_S
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.engine import Engine
 from services.text_engine.service import TextEngineService
@@ -45,7 +46,7 @@ from shared.http_errors import error_response
 from shared.lines import lines_of
 from shared.row_codec import dequantize_rows, quantize_rows
 from shared.torch_io import tensor_to_blob
-from shared.wire import ImageMetadata
+from shared.wire import ROOM_HEADER, ImageMetadata
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 from tests.gateway_stack import assert_openai_error, eventually
@@ -456,6 +457,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(text_folder: Path):
         answers = list(pool.map(served.post, bodies))
         lasts = []
         for answer in answers:
+            assert 0 <= float(answer.headers[ROOM_HEADER]) <= RETRY_FULL_S
             if answer.status_code == 200:
                 lasts.append(Events(lines_in(answer)).all[-1])
                 continue

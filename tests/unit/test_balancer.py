@@ -256,9 +256,10 @@ def test_if_all_replicas_are_ejected_they_are_used_anyway():
     assert pool.available() == pool.replicas
 
 
-async def test_a_dns_address_gives_every_address_of_the_name():
-    replicas = await resolve_replicas("dns://localhost:8002")
-    assert "http://127.0.0.1:8002" in replicas
+@pytest.mark.parametrize(("scheme", "of_each"), [("dns", "http"), ("dns+https", "https")])
+async def test_a_dns_address_gives_every_address_of_the_name(scheme: str, of_each: str):
+    replicas = await resolve_replicas(f"{scheme}://localhost:8002")
+    assert f"{of_each}://127.0.0.1:8002" in replicas
     assert all(replica.endswith(":8002") for replica in replicas)
 
 

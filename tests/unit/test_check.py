@@ -25,9 +25,11 @@ def find(what: str, model: str, port: int = 0) -> check.Finding:
 
 def test_whatever_is_not_ok_comes_with_a_remedy(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")
-    for finding in check.look(model, port=0):
-        assert finding.found
-        assert finding.level == "ok" or finding.remedy, finding
+    monkeypatch.setenv("DIPTYCH_GATEWAY_PORT", "x")
+    for name in (model, "no-such-model"):
+        for finding in check.look(name, port=0):
+            assert finding.found
+            assert finding.level == "ok" or finding.remedy, finding
 
 
 def test_a_taken_port_is_a_warning_that_names_the_owner(model: str) -> None:
@@ -59,6 +61,26 @@ def test_a_missing_model_fails_the_check(capsys: pytest.CaptureFixture[str], mon
     printed = capsys.readouterr().out
     assert "neither a folder here nor a Hugging Face id" in printed
     assert "Diptych cannot run here yet." in printed
+
+
+def test_a_variable_that_would_stop_a_service_is_named_with_what_it_may_be(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find("settings", model).level == "ok"
+    monkeypatch.setenv("DIPTYCH_ENGINE_DTYPE", "int9")
+    monkeypatch.setenv("REDIS_URL", "localhost")  # every service's: said once
+    findings = [each for each in check.look(model, 0) if each.what == "settings"]
+    assert [each.level for each in findings] == ["fail", "fail"]
+    assert all(each.remedy for each in findings)
+    assert "DIPTYCH_ENGINE_DTYPE=int9 is not one of auto, bfloat16" in findings[1].found
+
+
+def test_a_model_that_cannot_have_its_settings_fails_the_check_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_ENGINE_MAX_MODEL_LEN", "999999")
+    finding = find("model", "demo")
+    assert finding.level == "fail"
+    assert "DIPTYCH_ENGINE_MAX_MODEL_LEN=999999 is more than the 2048 tokens" in finding.found
+    assert finding.remedy
 
 
 def test_the_place_for_models_is_named_even_before_it_exists(

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings
 
 import diptych
 from diptych import cli, options
-from diptych.chat import split_words
+from diptych.chat import choose_model, split_words
 from diptych.demo import normal
 from diptych.errors import BadSetting
 from services.gateway.config import GatewaySettings
@@ -120,12 +120,40 @@ def test_the_version_is_the_distributions(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "environment", "complaint"),
     [
-        (["text-engine", ".", "--max-num-seqs", "0"], {}, "--max-num-seqs = '0'"),
-        (["text-engine", "."], {"DIPTYCH_ENGINE_PORT": "many"}, "DIPTYCH_ENGINE_PORT = 'many'"),
-        (["serve", "--max-model-len", "long"], {}, "--max-model-len = 'long'"),
-        (["gateway", "--text-engines", "ftp://engine"], {}, "--text-engines = 'ftp://engine'"),
-        (["serve", "--cache-memory", "lots"], {}, "--cache-memory = 'lots'"),
-        (["serve", "--kv-cache-memory", "abc"], {}, "--kv-cache-memory = 'abc'"),
+        (
+            ["text-engine", ".", "--max-num-seqs", "0"],
+            {},
+            "--max-num-seqs 0 is too small; give a whole number of at least 1",
+        ),
+        (["text-engine", "."], {"DIPTYCH_ENGINE_PORT": "many"}, "DIPTYCH_ENGINE_PORT=many is not a whole number"),
+        (["serve", "--max-model-len", "long"], {}, "--max-model-len long is not a whole number"),
+        (
+            ["gateway", "--text-engines", "ftp://engine"],
+            {},
+            "--text-engines ftp://engine: 'ftp://engine' is not a service address",
+        ),
+        (["serve", "--cache-memory", "lots"], {}, "--cache-memory lots is not a size"),
+        (["serve", "--kv-cache-memory", "abc"], {}, "--kv-cache-memory abc is not a size"),
+        (
+            ["serve", "--dtype", "flaot16"],
+            {},
+            "--dtype flaot16 is not one of auto, bfloat16, float16, float32; did you",
+        ),
+        (["serve", "--max-model-len", "999999"], {}, "--max-model-len 999999 is more than the 2048 tokens"),
+        (
+            ["serve", "--tensor-parallel-size", "3"],
+            {},
+            "--tensor-parallel-size 3 must divide the model's num_attention",
+        ),
+        (["serve", "--lora-modules", "a=/none"], {}, "--lora-modules a=/none names the folder /none, which holds no"),
+        (
+            ["serve"],
+            {"DIPTYCH_ENGINE_MAX_MODEL_LEN": "9000"},
+            "DIPTYCH_ENGINE_MAX_MODEL_LEN=9000 is more than the 2048",
+        ),
+        (["serve"], {"DIPTYCH_ENCODER_DTYPE": "int9"}, "DIPTYCH_ENCODER_DTYPE=int9 is not one of"),
+        (["serve"], {"DIPTYCH_GATEWAY_ROUTING": "best"}, "DIPTYCH_GATEWAY_ROUTING=best is not one of affinity, round_"),
+        (["text-engine", "demo", "--max-model-len", "4096"], {}, "--max-model-len 4096 is more than the 2048 tokens"),
         (["text-engine", "."], {"DIPTYCH_ENGINE_KV_CACHE_MEMORY": "2 pints"}, "DIPTYCH_ENGINE_KV_CACHE_MEMORY"),
         (["serve", "no-such-model"], {}, "model 'no-such-model' is neither a folder here"),
         (["serve", "--host", "192.0.2.1"], {}, "--host 192.0.2.1 is no address of this machine"),
@@ -143,6 +171,8 @@ def test_a_bad_setting_ends_with_one_message_and_exit_code_2(
     done = run(*(str(tmp_path) if word == "." else word for word in words), **environment)
     assert done.returncode == 2, done.stderr
     assert complaint in done.stderr
+    if done.stderr.startswith("error: "):  # else it is the command line's own reader that complains
+        assert done.stderr.splitlines()[-1].startswith(f"error: {complaint}")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
@@ -175,6 +205,15 @@ def test_the_module_is_the_command() -> None:
 
 def test_help_starts_without_torch() -> None:
     source = "import sys, diptych.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=False).returncode == 0
+
+
+def test_settings_are_checked_against_a_checkpoint_without_torch() -> None:
+    source = (
+        "import sys; from pathlib import Path; from services.text_engine.config import TextEngineSettings; "
+        "from services.text_engine.preflight import check_settings; "
+        "check_settings(TextEngineSettings(model=Path('models/demo/checkpoint'))); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=False).returncode == 0
 
 
@@ -233,6 +272,31 @@ def test_the_last_word_is_the_question(tmp_path: Path) -> None:
     assert split_words(["Hello"]) == ([], "Hello")
     with pytest.raises(BadSetting, match="the last word should be a question"):
         split_words(["What is it?", str(picture)])
+
+
+def test_a_running_servers_model_answers_unless_another_is_asked_for() -> None:
+    assert choose_model(["demo", "sql"], None, "http://here") == "demo"
+    assert choose_model(["demo", "sql"], "sql", "http://here") == "sql"
+    with pytest.raises(BadSetting, match=r"--model llava is not served at http://here, which serves demo, sql; "):
+        choose_model(["demo", "sql"], "llava", "http://here")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["examples/openai_client.py", "README.md"], "error: no server answers at http://127.0.0.1:1/v1; start one"),
+        (["examples/openai_client.py", "none.png"], "error: none.png cannot be read: No such file or directory"),
+        (["examples/openai_client.py"], "usage: python examples/openai_client.py FILE"),
+        (["examples/offline.py", "none"], "error: none is no folder here; "),
+    ],
+)
+def test_an_example_that_cannot_run_says_why_in_one_line(words: list[str], said: str) -> None:
+    source = Path(ROOT / words[0]).read_text().replace("http://127.0.0.1:8000", "http://127.0.0.1:1")
+    command = [sys.executable, "-c", source, *words[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith(said)
 
 
 def test_answers_are_compared_without_case_punctuation_and_articles() -> None:

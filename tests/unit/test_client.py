@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -115,6 +116,28 @@ def test_an_error_is_the_servers_own_message(server: Server, client: Client) -> 
         list(client.stream("What is it?"))
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_is_said_of_a_part_of_the_request_is_said_of_the_picture_that_is_there(
+    server: Server, client: Client, tmp_path: Path, part: int
+) -> None:
+    (tmp_path / "notes.txt").write_text("no picture")
+    param = f"messages[0].content[{part}].image_url"
+    server.answer = (400, json.dumps({"error": {"message": f"{param}: this is no image", "param": param}}))
+    images = [str(tmp_path / "notes.txt"), "data:image/png;base64,AAAA"]
+    name = [str(tmp_path / "notes.txt"), "picture 2"][part]
+    for ask in (lambda: client.ask("?", images), lambda: list(client.stream("?", images))):
+        with pytest.raises(RequestFailed) as failed:
+            ask()
+        assert str(failed.value) == f"{name}: this is no image"
+
+
+def test_an_error_about_something_else_keeps_its_words(server: Server, client: Client) -> None:
+    message = "messages[0].content[0].text: too long"
+    server.answer = (400, json.dumps({"error": {"message": message, "param": "messages[0].content[0].text"}}))
+    with pytest.raises(RequestFailed, match=re.escape(message)):
+        client.ask("?", [])
+
+
 def test_an_error_page_of_someone_else_is_named_by_its_status(server: Server, client: Client) -> None:
     server.answer = (502, "<html>Bad Gateway</html>")
     with pytest.raises(RequestFailed, match="status 502"):
@@ -129,6 +152,17 @@ def test_an_error_in_the_middle_of_a_stream_ends_it(server: Server, client: Clie
         next(stream)
 
 
+def test_a_file_that_is_called_no_picture_is_sent_for_its_bytes_to_tell(
+    server: Server, client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "cat.txt").write_bytes(PNG)
+    server.answer = (200, json.dumps({"choices": [{"message": {"content": "a cat"}}]}))
+    client.ask("What is it?", [tmp_path / "cat.txt"])
+    assert server.asked is not None
+    [part, _] = server.asked["messages"][0]["content"]
+    assert part["image_url"]["url"].startswith("data:application/octet-stream;base64,")
+
+
 def test_readiness_tells_ready_from_loading_from_absent(server: Server, client: Client) -> None:
     assert client.why_not_ready() is None
     server.ready_status = 503
@@ -140,5 +174,7 @@ def test_readiness_tells_ready_from_loading_from_absent(server: Server, client: 
 def test_the_timing_line_says_where_the_time_went() -> None:
     line = timing_line(Answer("a cat", USAGE, total_s=1.2, first_token_s=0.5))
     assert line == ("1.20 s, first token after 500 ms: encode 12 ms, prefill 0.1 ms; 137 + 2 tokens, 112 cached")
+    decoded = timing_line(Answer("a cat", {"timings": {"preprocess": 0.02, "decode_tokens": 0.8}}, total_s=1.0))
+    assert "preprocess 20 ms, decode tokens 800 ms" in decoded
     assert timing_line(Answer("a cat", total_s=0.1)) == "0.10 s; 0 + 0 tokens, 0 cached"
     assert [milliseconds(seconds) for seconds in (1.2345, 0.0012345, 0.0)] == ["1234", "1.2", "0.0"]

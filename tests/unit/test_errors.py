@@ -9,6 +9,7 @@ import pytest
 
 from shared import errors
 from shared.errors import (
+    ClientCertificateRequired,
     ContextTooLong,
     DiptychError,
     EmbeddingNotFound,
@@ -55,7 +56,15 @@ def test_a_refused_service_token_is_our_own_fault_and_never_the_clients():
     assert "DIPTYCH_SERVICE_TOKEN" in received.message
 
 
-@pytest.mark.parametrize("cls", [cls for cls in ALL_ERRORS if cls is not ServiceTokenRefused])
+def test_a_certificate_that_this_service_lacks_is_our_own_fault_too():
+    received = error_from_body(401, ClientCertificateRequired("this port wants a client certificate").to_body())
+    assert type(received) is UpstreamFailed
+    assert "DIPTYCH_TLS_CERT_FILE" in received.message
+
+
+@pytest.mark.parametrize(
+    "cls", [cls for cls in ALL_ERRORS if cls not in (ServiceTokenRefused, ClientCertificateRequired)]
+)
 def test_an_error_survives_the_hop_to_another_service(cls: type[DiptychError]):
     sent = cls("what was wrong", param="messages")
     received = error_from_body(cls.status, sent.to_body(), retry_after_s=3.0)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +23,13 @@ from diptych.planner.fit import Timed, fit_step, non_negative
 from diptych.planner.hardware import load
 from diptych.planner.measure import measure
 from diptych.planner.plan import Plan, Planner
+from diptych.planner.start import compose_command, helm_command
 from diptych.planner.traffic import Target, Traffic
 from diptych.simulator.costs import PRESETS
 from tests.checkpoints import write_checkpoint
 from tests.real_stack import real_stack
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = load("cpu")
 TARGET = Target(ttft_s=1.0, gap_s=0.2)
 CHAT = Traffic(requests_per_s=3.0, prompt_tokens=120, output_tokens=20, pictures=0.3, new_pictures=0.5)
@@ -116,6 +122,80 @@ def test_no_cost_is_ever_negative_and_none_fits_worse_than_nothing(rows: list[li
     assert misses <= len(rows) + 1e-6
 
 
+def plan_of(*, gateways: int, encoders: int, engines: int, redis_bytes: int | None) -> Plan:
+    return Plan(
+        gateways=gateways,
+        encoders=encoders,
+        engines=engines,
+        engine_requests_per_s=1.0,
+        alone={},
+        figures={},
+        redis_bytes=redis_bytes,
+    )
+
+
+LARGE = plan_of(gateways=3, encoders=2, engines=5, redis_bytes=(3 << 30) - 1)
+TEXT_ONLY = plan_of(gateways=1, encoders=0, engines=1, redis_bytes=0)
+
+
+def test_the_command_for_compose_starts_what_the_plan_says():
+    assert compose_command(LARGE, "llava-hf/llava-1.5-7b-hf") == (
+        "MODEL=llava-hf/llava-1.5-7b-hf REDIS_MEMORY=3072MiB PORT=8000-8002 docker compose up --detach --wait "
+        "--scale gateway=3 --scale vision_encoder=2 --scale text_engine=5"
+    )
+    assert compose_command(TEXT_ONLY, "a model") == (
+        "MODEL='a model' docker compose up --detach --wait --scale vision_encoder=0 --scale text_engine=1"
+    )
+
+
+def test_the_command_for_compose_names_services_and_variables_that_its_file_has():
+    file = (ROOT / "docker-compose.yml").read_text()
+    words = compose_command(LARGE, "demo").split()
+    variables = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
+    services = [word.partition("=")[0] for before, word in itertools.pairwise(words) if before == "--scale"]
+    assert variables == ["MODEL", "REDIS_MEMORY", "PORT"]
+    assert all(f"${{{variable}:-" in file for variable in variables)
+    assert set(services) <= yaml.safe_load(file)["services"].keys()
+
+
+def test_the_command_for_kubernetes_sets_values_that_the_chart_has():
+    words = shlex.split(helm_command(LARGE, "demo"))
+    given = dict(word.split("=", 1) for before, word in itertools.pairwise(words) if before == "--set")
+    values = yaml.safe_load((ROOT / "deploy/helm/diptych/values.yaml").read_text())
+    for path in given:
+        place = values
+        for name in path.split("."):
+            assert name in place, path
+            place = place[name]
+    assert [given[f"{name}.replicas"] for name in ("gateway", "visionEncoder", "textEngine")] == ["3", "2", "5"]
+    assert (given["model"], given["redis.maxMemory"]) == ("demo", "3072MiB")
+    assert given["redis.resources.limits.memory"] == "4864Mi"
+
+
+@pytest.mark.parametrize(("written", "told"), [("512MiB", "512Mb"), ("2gb", "2gb"), ("700000000", "700000000")])
+def test_redis_in_compose_is_told_either_way_of_writing_a_size_in_its_own(written: str, told: str, tmp_path: Path):
+    shell, flag, script, _ = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["redis"]["command"]
+    server = tmp_path / "redis-server"
+    server.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    server.chmod(0o755)
+    done = subprocess.run(
+        [shell, flag, script.replace("$$", "$"), written],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--maxmemory",
+        told,
+        *done.stdout.split()[-2:],
+    ]
+
+
 def test_hardware_comes_back_from_its_file_and_a_wrong_file_is_named(tmp_path: Path):
     CPU.save(tmp_path / "costs.json")
     assert load(str(tmp_path / "costs.json")) == CPU
@@ -128,6 +208,10 @@ def test_hardware_comes_back_from_its_file_and_a_wrong_file_is_named(tmp_path: P
 def test_a_running_engine_can_be_measured(tmp_path: Path):
     with real_stack(write_checkpoint("llama", tmp_path), engine={"max_model_len": 256}) as stack:
         found = asyncio.run(measure(stack.engine_urls[0], None))
+        with pytest.raises(CommandFailed, match=r"--engine http.*: what answers there is no text engine; give the add"):
+            asyncio.run(measure(str(stack.http.base_url), None))
+        with pytest.raises(CommandFailed, match=r"--encoder http.*: what answers there is no vision encoder"):
+            asyncio.run(measure(stack.engine_urls[0], stack.engine_urls[0]))
     assert found.costs.max_model_len == 256
     assert found.costs.step_s > 0
     assert found.costs.num_blocks > 0
@@ -136,9 +220,9 @@ def test_a_running_engine_can_be_measured(tmp_path: Path):
     assert found.kv_bytes <= 8 * 2**20
 
 
-def test_an_address_where_nothing_listens_is_named(tmp_path: Path):
-    with pytest.raises(CommandFailed, match="is no such service"):
-        asyncio.run(measure("http://127.0.0.1:9", None))
+def test_an_address_where_nothing_listens_is_named():
+    with pytest.raises(CommandFailed, match=r"--engine 127\.0\.0\.1:9: no text engine answers there \("):
+        asyncio.run(measure("127.0.0.1:9", None))
 
 
 def test_the_command_prints_a_plan_and_the_same_as_json(
@@ -155,5 +239,7 @@ def test_the_command_prints_a_plan_and_the_same_as_json(
     text, found = outputs[0], json.loads(outputs[1])
     replicas = found["replicas"]
     assert f"--scale vision_encoder={replicas['vision_encoder']} --scale text_engine={replicas['text_engine']}" in text
+    assert all(command in text for command in found["start"].values())
+    assert "MODEL=YOUR-MODEL " in text, "whose costs the preset's are nobody knows"
     assert found["simulated"]["ttft_p95_s"] <= found["target"]["ttft_s"]
     assert all(f"* {assumption}" in text for assumption in found["assumptions"])

@@ -128,7 +128,7 @@ def test_a_step_reads_so_much_of_all_long_prompts_together_and_holds_up_no_short
     num_known, num_steps = 0, 0
     while num_known < sum(each.num_tokens for each in everybody):
         drafts = drafter.propose(everybody, num_step_tokens=4, max_draft_tokens=60)
-        assert drafts[short] == [5, 6, 7]
+        assert drafts[short].token_ids == [5, 6, 7]
         lookups = [each.lookup for each in everybody if each.lookup is not None]
         before, num_known = num_known, sum(lookup.num_known for lookup in lookups)
         assert 0 < num_known - before <= MAX_TOKENS_AT_ONCE
