@@ -96,7 +96,8 @@ class LLM:
             settings["speculative_model"] = resolve(str(settings["speculative_model"]), say=log.info).folder
         self._wanted: list[ImageRef] = []
         settings.setdefault("max_prefill_tokens_while_decoding", sys.maxsize)  # nobody reads along while it writes
-        settings.setdefault("max_queue_wait_s", math.inf)  # nor waits for one answer more than for another
+        if settings.get("max_queue_wait_s") is None:
+            settings["max_queue_wait_s"] = math.inf  # nor waits for one answer more than for another
         loaded = load_settings(TextEngineSettings, model=folder, **settings)
         self._built = build_engine(loaded, self._wanted.append)
         self._window = 2 * loaded.max_num_seqs

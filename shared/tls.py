@@ -14,7 +14,7 @@ import httpx
 
 from shared.certificates import read_validities
 from shared.log import get_logger
-from shared.tls_settings import check_certificate, check_pair
+from shared.tls_settings import check_authorities, check_certificate, check_pair
 
 log = get_logger(__name__)
 SOON_DAYS: Final = 14
@@ -87,9 +87,10 @@ class Tls:
 
     def _check(self) -> None:
         """Before a context is touched: a half-loaded one would refuse everybody."""
-        for file in (self._cert_file, self._ca_file):
-            if file is not None:
-                check_certificate(file)
+        if self._ca_file is not None:
+            check_authorities(self._ca_file)
+        if self._cert_file is not None:
+            check_certificate(self._cert_file)
         if self._cert_file is not None and self._key_file is not None:
             check_pair(self._cert_file, self._key_file)
 
@@ -110,11 +111,14 @@ class Tls:
         return [_stamp(file) for file in (self._cert_file, self._key_file, self._ca_file) if file is not None]
 
     def _note_expiry(self) -> None:
-        files = [file for file in (self._cert_file, self._ca_file) if file is not None]
-        if not files:
+        now = datetime.now(UTC)
+        own = [] if self._cert_file is None else [each.not_after for each in read_validities(self._cert_file)[:1]]
+        authorities = [] if self._ca_file is None else [each.not_after for each in read_validities(self._ca_file)]
+        expiries = own + [at for at in authorities if at > now]  # bundles hold some that expired long ago
+        if not expiries:
             return
-        self.expires_at = min(validity.not_after for file in files for validity in read_validities(file))
-        days_left = (self.expires_at - datetime.now(UTC)).days
+        self.expires_at = min(expiries)
+        days_left = (self.expires_at - now).days
         tell = log.warning if days_left < SOON_DAYS else log.info
         tell(
             "certificate expires",

@@ -14,23 +14,39 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from shared.certificates import read_validities
+from shared.certificates import Validity, read_validities
 
 
 def check_certificate(file: Path) -> None:
-    """Raises ValueError, with a remedy, for what is no certificate that is valid now."""
+    """Raises ValueError, with a remedy, for what is no certificate that is valid now: the first one, which those that
+    follow vouch for."""
+    _check_validity(_validities(file)[0])
+
+
+def check_authorities(file: Path) -> None:
+    """Raises ValueError, with a remedy, for a file of which no certificate is valid now: bundles hold expired ones."""
+    validities = _validities(file)
+    now = datetime.now(UTC)
+    if not any(each.not_before <= now < each.not_after for each in validities):
+        _check_validity(max(validities, key=lambda each: each.not_after))
+
+
+def _validities(file: Path) -> list[Validity]:
     try:
         validities = read_validities(file)
     except OSError as error:
         raise ValueError(_unreadable(error)) from error
     if not validities:
         raise ValueError("holds no certificate; wanted: a PEM file with -----BEGIN CERTIFICATE-----")
+    return validities
+
+
+def _check_validity(validity: Validity) -> None:
     now = datetime.now(UTC)
-    for each in validities:
-        if each.not_after <= now:
-            raise ValueError(f"expired on {each.not_after:%Y-%m-%d %H:%M} UTC; renew it, then start again")
-        if each.not_before > now:
-            raise ValueError(f"is not valid before {each.not_before:%Y-%m-%d %H:%M} UTC; is the clock right?")
+    if validity.not_after <= now:
+        raise ValueError(f"expired on {validity.not_after:%Y-%m-%d %H:%M} UTC; renew it, then start again")
+    if validity.not_before > now:
+        raise ValueError(f"is not valid before {validity.not_before:%Y-%m-%d %H:%M} UTC; is the clock right?")
 
 
 def check_pair(cert_file: Path, key_file: Path) -> None:
@@ -85,6 +101,12 @@ def _is_certificate(file: Path | None) -> Path | None:
     return file
 
 
+def _are_authorities(file: Path | None) -> Path | None:
+    if file is not None:
+        check_authorities(file)
+    return file
+
+
 def _is_key(key_file: Path | None, info: ValidationInfo) -> Path | None:
     cert_field = str(info.field_name).replace("_key_", "_cert_")
     if cert_field not in info.data:  # it was refused itself
@@ -110,6 +132,7 @@ def _has_authority(is_required: bool, info: ValidationInfo) -> bool:
 
 
 CertFile = Annotated[Path | None, BeforeValidator(_blank_is_unset), AfterValidator(_is_certificate)]
+AuthorityFile = Annotated[Path | None, BeforeValidator(_blank_is_unset), AfterValidator(_are_authorities)]
 KeyFile = Annotated[
     Path | None, BeforeValidator(_blank_is_unset), AfterValidator(_is_key), Field(validate_default=True)
 ]
@@ -129,7 +152,7 @@ TlsKeyFile = Annotated[
     ),
 ]
 TlsCaFile = Annotated[
-    CertFile,
+    AuthorityFile,
     Field(
         validation_alias="DIPTYCH_TLS_CA_FILE",
         description="authorities, PEM, that other services' certificates must come from; default: the public ones",

@@ -63,9 +63,9 @@ class ChosenIds:
         try:
             await self._store.put(info, data)
         except FileQuotaExceeded:
-            if replaced is None:
+            if replaced is None or replaced.size_bytes < info.size_bytes:
                 raise
-            await self._give_up(replaced)  # before its time: the newer one may fit into its place
+            await self._give_up(replaced)  # before its time: the newer one fits into its place
             await self._store.put(info, data)
         else:
             if replaced is not None:

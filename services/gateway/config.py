@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.gateway.file_store import LONGEST_LIFE_S
@@ -18,7 +18,7 @@ from shared.log import LogFormat
 from shared.service_token import ServiceTokens
 from shared.settings import RedisUrl
 from shared.sizes import ByteSize
-from shared.tls_settings import CertFile, KeyFile, TlsCaFile, TlsCertFile, TlsKeyFile, TlsServerName
+from shared.tls_settings import AuthorityFile, CertFile, KeyFile, TlsCaFile, TlsCertFile, TlsKeyFile, TlsServerName
 
 MIB = 2**20
 # Schemes of addresses that stand for all replicas of a name, with the scheme that each of them is asked by.
@@ -85,7 +85,7 @@ class GatewaySettings(BaseSettings):
     tls_server_name: TlsServerName = None
     front_cert_file: CertFile = Field(None, description="certificate, PEM, for clients of the API: its port speaks TLS")
     front_key_file: KeyFile = Field(None, description="that certificate's private key, PEM, without a passphrase")
-    front_client_ca_file: CertFile = Field(
+    front_client_ca_file: AuthorityFile = Field(
         None, description="authorities, PEM; given: every client must show a certificate of theirs, besides its key"
     )
     api_keys: Names = Field((), description="keys that open the API, as key or name:key; none: it is open to all")
@@ -132,3 +132,10 @@ class GatewaySettings(BaseSettings):
 
     drain_delay_s: float = Field(0.0, ge=0, description="after SIGTERM, time to go on so that balancers notice")
     drain_timeout_s: Seconds = Field(30.0, description="after SIGTERM, time for running answers")
+
+    @field_validator("front_client_ca_file")
+    @classmethod
+    def _is_asked_by_tls(cls, ca_file: Path | None, info: ValidationInfo) -> Path | None:
+        if ca_file is not None and info.data.get("front_cert_file") is None:
+            raise ValueError("needs a certificate in front_cert_file: only by TLS can clients show theirs")
+        return ca_file

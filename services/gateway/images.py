@@ -11,13 +11,14 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from services.gateway.chosen_ids import ChosenIds
 from services.gateway.data_urls import decode_data_url, decode_embedding, decoded
 from services.gateway.fetch import ImageFetcher
 from services.gateway.file_store import FILE_ID_PREFIX, FileStore
-from shared.errors import DiptychError, ImageTooLarge, InvalidImageUrl, InvalidRequest
+from shared.errors import DiptychError, FileQuotaExceeded, ImageTooLarge, InvalidImageUrl, InvalidRequest
 from shared.wire import RequestedDetail
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
@@ -106,7 +107,9 @@ class ImageLoader:
             return await self._chosen_ids.read(source.uuid, owner)
         data = await self._bytes(source.url, max_bytes)
         if source.uuid is not None:
-            await self._chosen_ids.keep(source.uuid, owner, data)
+            # The picture is here; who sends the name alone later is asked to send it along once more.
+            with suppress(FileQuotaExceeded):
+                await self._chosen_ids.keep(source.uuid, owner, data)
         return data
 
     async def _bytes(self, url: str, max_bytes: int) -> bytes:

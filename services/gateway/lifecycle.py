@@ -74,7 +74,7 @@ class Lifecycle:
             watcher.cancel()
             if not task.done():
                 task.cancel()
-                await asyncio.wait((task,))
+                await asyncio.gather(task, return_exceptions=True)  # whatever it ends with, nobody waits for it
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -32,6 +32,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
         self._keepalive_s = keepalive_s
         self._max_idle = max_idle
         self._idle: dict[Origin, deque[Connection]] = {}  # the longest idle first
+        self._swept_at = time.monotonic()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.TransportError of the usual kinds."""
@@ -71,8 +72,19 @@ class PlainTransport(httpx.AsyncBaseTransport):
         connection.idle_since = now = time.monotonic()
         idle = self._idle.setdefault(origin, deque())
         idle.append(connection)
-        while idle and (len(idle) > self._max_idle or idle[0].idle_since < now - self._keepalive_s):
+        while len(idle) > self._max_idle:
             idle.popleft().close()
+        if now > self._swept_at + self._keepalive_s:
+            self._sweep(now)
+
+    def _sweep(self, now: float) -> None:
+        """Close what is too old, of servers that are gone, too."""
+        self._swept_at = now
+        for origin, idle in list(self._idle.items()):
+            while idle and idle[0].idle_since < now - self._keepalive_s:
+                idle.popleft().close()
+            if not idle:
+                del self._idle[origin]
 
 
 class Connection(asyncio.Protocol):
@@ -104,8 +116,9 @@ class Connection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         transport = self._transport
         is_open = transport is not None and not transport.is_closing() and self._failure is None
+        is_read = self._is_complete and not self._chunks and not self._is_paused
         # What is still to be written belongs to a request that was answered before it was read.
-        return is_open and self._is_complete and not self._is_last and self._is_writable
+        return is_open and is_read and not self._is_last and self._is_writable
 
     async def ask(self, head: bytes, body: bytes, write_timeout_s: float | None, read_timeout_s: float | None) -> None:
         """Send a request and wait for the head of its answer."""

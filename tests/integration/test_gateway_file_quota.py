@@ -219,10 +219,9 @@ def test_a_key_that_is_full_is_told_so_and_the_others_are_not(valkey: ValkeyServ
         eventually(lambda: upload(stack, "sk-a").status_code == 200)
 
 
-def test_a_picture_that_cannot_be_kept_under_its_name_is_refused_and_one_without_a_name_is_answered():
+def test_a_picture_that_cannot_be_kept_under_its_name_is_answered_and_wanted_again():
     with running_stack(file_quota_bytes=ENTRY_BYTES) as stack:
-        part = {"type": "image_url", "image_url": {"url": data_url(png(1))}}
-        asked = [{"role": "user", "content": [part | {"uuid": "cat"}]}]
-        error = assert_openai_error(stack.chat(asked), 413, "file_quota_exceeded")
-        assert error["param"] == "messages[0].content[0].image_url"
+        part = {"type": "image_url", "image_url": {"url": data_url(png(1))}, "uuid": "cat"}
         assert stack.chat([{"role": "user", "content": [part]}]).status_code == 200
+        by_name = [{"role": "user", "content": [{"type": "image_url", "uuid": "cat"}]}]
+        assert_openai_error(stack.chat(by_name), 404)

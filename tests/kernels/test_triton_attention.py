@@ -15,7 +15,7 @@ from services.text_engine.kernels import reference
 from services.text_engine.kernels.kv_layout import KVFormat, KVLayout
 from services.text_engine.kernels.launch_plan import LaunchPlan, plan_launch
 from tests.kernels.stored_kv import poison, stored_keys_and_values
-from tests.kernels.test_cpu_attention import BLOCK_SIZE, Sequences, chunked, no_rotation, shape_of, whole
+from tests.kernels.test_cpu_attention import BLOCK_SIZE, Kind, Sequences, chunked, no_rotation, shape_of, whole
 
 pytest.importorskip("triton")
 
@@ -38,8 +38,13 @@ lengths_lists = st.lists(st.sampled_from([1, 2, 15, 16, 17, 31, 61, 127, 131]), 
 seeds = st.integers(0, 1000)
 
 
+def of_dtype(dtype: torch.dtype) -> Kind:
+    """Tokens of this type; what the kernels' own cache makes of them is `run`'s to say."""
+    return Kind(str(dtype), dtype, "auto", TOLERANCE[dtype])
+
+
 def attention_for(sequences: Sequences, kv_format: KVFormat = "auto") -> TritonAttention:
-    return TritonAttention(sequences.dtype, CPU, max_num_seqs=4, kv_cache_format=kv_format)
+    return TritonAttention(sequences.kind.dtype, CPU, max_num_seqs=4, kv_cache_format=kv_format)
 
 
 def run(sequences: Sequences, steps: list[list[tuple[int, int]]], kv_format: KVFormat = "auto") -> list[torch.Tensor]:
@@ -58,7 +63,7 @@ def run(sequences: Sequences, steps: list[list[tuple[int, int]]], kv_format: KVF
 
 def layout_for(sequences: Sequences, kv_format: KVFormat = "auto") -> KVLayout:
     shape = sequences.shape
-    return KVLayout(shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, sequences.dtype, kv_format)
+    return KVLayout(shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, sequences.kind.dtype, kv_format)
 
 
 def assert_close(
@@ -70,7 +75,7 @@ def assert_close(
 
 def assert_all_close(outputs: list[torch.Tensor], sequences: Sequences, kv_format: KVFormat = "auto") -> None:
     for row, output in enumerate(outputs):
-        assert_close(output, sequences.expected(row), sequences.dtype, kv_format)
+        assert_close(output, sequences.expected(row), sequences.kind.dtype, kv_format)
 
 
 @few
@@ -84,21 +89,21 @@ def assert_all_close(outputs: list[torch.Tensor], sequences: Sequences, kv_forma
     seed=seeds,
 )
 def test_it_equals_the_formula_and_never_reads_an_unused_slot(heads, head_dim, window, soft_cap, lengths, chunk, seed):
-    sequences = Sequences(shape_of(*heads, head_dim, window, soft_cap), lengths, torch.float32, seed)
+    sequences = Sequences(shape_of(*heads, head_dim, window, soft_cap), lengths, of_dtype(torch.float32), seed)
     assert_all_close(run(sequences, chunked(lengths, chunk)), sequences)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_decode_rows_and_prompts_share_a_batch(dtype, head_dim):
-    sequences = Sequences(shape_of(4, 1, head_dim), [35, 17, 40], dtype)
+    sequences = Sequences(shape_of(4, 1, head_dim), [35, 17, 40], of_dtype(dtype))
     assert_all_close(run(sequences, [[(0, 34), (0, 16), (0, 0)], [(34, 35), (16, 17), (0, 40)]]), sequences)
 
 
 @pytest.mark.parametrize("head_dim", [72, 96, 112])
 def test_heads_of_any_size_read_no_memory_but_their_own_and_give_the_same_bits_again(head_dim):
     """Case D27: memory behind what was written is NaN."""
-    sequences = Sequences(shape_of(2, 1, head_dim), [17, 5], torch.float16)
+    sequences = Sequences(shape_of(2, 1, head_dim), [17, 5], of_dtype(torch.float16))
     steps = [[(0, 16), (0, 0)], [(16, 17), (0, 5)]]
     first = run(sequences, steps)
     for row, output in enumerate(first):
@@ -118,21 +123,21 @@ def test_heads_of_any_size_read_no_memory_but_their_own_and_give_the_same_bits_a
 def test_an_image_sees_all_of_itself_and_text_sees_only_what_came_before(window, start, num_positions, kv_format, seed):
     stop = start + num_positions
     shape = shape_of(2, 1, 32, window)
-    sequences = Sequences(shape, [stop + 9, stop + 1], torch.float32, seed, images=((start, stop),))
+    sequences = Sequences(shape, [stop + 9, stop + 1], of_dtype(torch.float32), seed, images=((start, stop),))
     steps = [[(0, start), (0, start)], [(start, stop), (start, stop + 1)], [(stop, stop + 9), (stop + 1, stop + 1)]]
     assert_all_close(run(sequences, steps, kv_format), sequences, kv_format)
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(None, 6), (20, 13)])
 def test_a_chunked_prompt_equals_a_whole_one(window, chunk):
-    sequences = Sequences(shape_of(4, 1, 16, window), [35, 17], torch.float32)
+    sequences = Sequences(shape_of(4, 1, 16, window), [35, 17], of_dtype(torch.float32))
     expected = run(sequences, whole(sequences.lengths))
     for output, other in zip(run(sequences, chunked(sequences.lengths, chunk)), expected, strict=True):
         assert_close(output, other, torch.float32)
 
 
 def test_queries_and_keys_are_rotated_before_they_meet():
-    sequences = Sequences(shape_of(6, 2, 32), [45], torch.float32)
+    sequences = Sequences(shape_of(6, 2, 32), [45], of_dtype(torch.float32))
     [(query, key, value), metadata] = sequences.step([(0, 45)])
     cos_sin = torch.randn(45, 32, generator=torch.Generator().manual_seed(1))
     attention = attention_for(sequences)
@@ -146,7 +151,7 @@ def test_queries_and_keys_are_rotated_before_they_meet():
 @pytest.mark.parametrize("kv_format", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_cache_of_bytes_costs_only_the_rounding_of_keys_and_values(kv_format, dtype):
-    sequences = Sequences(shape_of(4, 2, 80, 50), [61, 17], dtype)
+    sequences = Sequences(shape_of(4, 2, 80, 50), [61, 17], of_dtype(dtype))
     step = stored(sequences, [(0, 61), (0, 17)], kv_format)
     [qkv, metadata] = sequences.step([(60, 61), (16, 17)])
     output = step.attend(qkv[0], metadata)[0]
@@ -161,7 +166,7 @@ def test_a_cache_of_bytes_costs_only_the_rounding_of_keys_and_values(kv_format, 
 
 
 def test_fp8_without_the_hardwares_conversion_gives_the_same():
-    sequences = Sequences(shape_of(4, 2, 32), [45, 17], torch.float16)
+    sequences = Sequences(shape_of(4, 2, 32), [45, 17], of_dtype(torch.float16))
     step = stored(sequences, [(0, 45), (0, 17)], "fp8")
     [qkv, metadata] = sequences.step([(40, 45), (16, 17)])
     software = step.attend(qkv[0], metadata, fp8_in_software=True)
@@ -169,7 +174,7 @@ def test_fp8_without_the_hardwares_conversion_gives_the_same():
 
 
 def test_a_query_too_large_for_fp16_is_clamped_with_a_cache_of_bytes():
-    sequences = Sequences(AttentionShape(1, 1, 16, scale=1e-5), [20], torch.bfloat16)
+    sequences = Sequences(AttentionShape(1, 1, 16, scale=1e-5), [20], of_dtype(torch.bfloat16))
     sequences.queries[0] *= 1e5
     [output] = run(sequences, whole([20]), "int8")
     assert output.isfinite().all()
@@ -232,7 +237,7 @@ def stored(
     store_kv(query, key, value, no_rotation(query), cache, metadata.slot_mapping, layout)
     plan = plan_for(
         shape,
-        element_bytes=sequences.dtype.itemsize,
+        element_bytes=sequences.kind.dtype.itemsize,
         is_quantized=layout.is_quantized,
         is_decode=is_decode,
         num_multiprocessors=1,
@@ -252,7 +257,7 @@ def plan_for(shape: AttentionShape, **changes: Any) -> LaunchPlan:
 
 @pytest.mark.parametrize("wanted_splits", range(1, 9))
 def test_any_number_of_splits_gives_the_same(wanted_splits):
-    sequences = Sequences(shape_of(8, 2, 32), [127], torch.float32)
+    sequences = Sequences(shape_of(8, 2, 32), [127], of_dtype(torch.float32))
     step = stored(
         sequences, [(0, 127)], is_decode=True, block_n=16, min_tiles_per_split=1, target_programs=2 * wanted_splits
     )
@@ -264,7 +269,9 @@ def test_any_number_of_splits_gives_the_same(wanted_splits):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_tiles_of_a_prompt_are_split_too(window):
-    sequences = Sequences(shape_of(4, 1, 32, window, 5.0), [131, 20], torch.float32, images=((3, 19), (95, 105)))
+    sequences = Sequences(
+        shape_of(4, 1, 32, window, 5.0), [131, 20], of_dtype(torch.float32), images=((3, 19), (95, 105))
+    )
     step = stored(sequences, [(0, 131), (0, 20)], block_n=16, large_m=64, min_tiles_per_split=1, target_programs=30)
     [qkv, metadata] = sequences.step([(90, 131), (19, 20)])
     output = step.attend(qkv[0], metadata)
@@ -275,12 +282,12 @@ def test_the_tiles_of_a_prompt_are_split_too(window):
 
 @pytest.mark.parametrize("num_heads", [24, 71])
 def test_many_query_heads_may_share_one_key_head(num_heads):
-    sequences = Sequences(shape_of(num_heads, 1, 16), [35], torch.float32)
+    sequences = Sequences(shape_of(num_heads, 1, 16), [35], of_dtype(torch.float32))
     assert_all_close(run(sequences, [[(0, 34)], [(34, 35)]]), sequences)
 
 
 def test_rows_of_no_sequence_and_sequences_of_no_rows_harm_nobody():
-    sequences = Sequences(shape_of(4, 2, 16), [33, 20], torch.float32)
+    sequences = Sequences(shape_of(4, 2, 16), [33, 20], of_dtype(torch.float32))
     attention = attention_for(sequences)
     cache = attention.allocate_kv_cache(sequences.num_blocks, BLOCK_SIZE, sequences.shape)
     (query, key, value), metadata = sequences.step([(0, 33), (0, 20)])
@@ -297,7 +304,7 @@ def test_rows_of_no_sequence_and_sequences_of_no_rows_harm_nobody():
 
 
 def test_large_scores_do_not_overflow():
-    sequences = Sequences(AttentionShape(2, 1, 32, scale=50.0), [40], torch.float32)
+    sequences = Sequences(AttentionShape(2, 1, 32, scale=50.0), [40], of_dtype(torch.float32))
     [output] = run(sequences, whole([40]))
     torch.testing.assert_close(output.double(), sequences.expected(0), rtol=0, atol=1e-2)
 

@@ -195,6 +195,15 @@ async def test_an_answer_that_is_left_early_closes_its_connection():
         await eventually(lambda: server.num_closed == 1)
 
 
+async def test_nobody_gets_what_another_has_left_unread():
+    async with talking(answering(OK)) as (server, client):
+        async with client.stream("GET", "/") as response:
+            await asyncio.sleep(0.05)  # all of the answer is here, and none of it is read
+            assert response.status_code == 200
+        assert (await client.get("/")).content == b"ok"
+        assert server.num_connections == 2
+
+
 async def test_a_request_that_is_cancelled_closes_its_connection():
     async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         await read_request(reader)

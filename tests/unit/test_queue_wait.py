@@ -26,6 +26,11 @@ def test_a_burst_that_meets_an_idle_engine_is_not_judged():
     assert wait.seconds(1000) == 0
 
 
+def test_places_taken_before_there_was_a_queue_are_no_reason_to_expect_the_worst():
+    wait = served(num_steps=30, step_s=0.1, num_started_each=0)
+    assert wait.seconds(1) == wait.seconds(100) == pytest.approx(3.0)
+
+
 def test_a_queue_that_was_empty_in_between_is_judged_afresh():
     wait = served(num_steps=100, step_s=1.0, num_started_each=0)
     assert wait.seconds(10) > 0

@@ -106,6 +106,23 @@ def test_an_expired_certificate_stops_the_start_with_its_date(authority: Authori
         load(monkeypatch, {CERT: expired.cert, KEY: expired.key})
 
 
+def test_a_bundle_of_authorities_may_hold_expired_ones_unless_all_are(
+    authority: Authority, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    expired = authority.issue_expired("old").cert.read_bytes()
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes(expired + files.ca.read_bytes())
+    assert load(monkeypatch, {CA: bundle}).tls_ca_file == bundle
+    bundle.write_bytes(expired)
+    with pytest.raises(SettingsError, match=r"bundle\.pem: expired on 2001-02-03"):
+        load(monkeypatch, {CA: bundle})
+
+
+def test_clients_certificates_are_asked_for_by_tls_only(files: Files, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match="needs a certificate in front_cert_file"):
+        load(monkeypatch, {"DIPTYCH_GATEWAY_FRONT_CLIENT_CA_FILE": files.ca}, GatewaySettings)
+
+
 def test_a_key_of_another_certificate_is_refused_by_name(
     authority: Authority, files: Files, monkeypatch: pytest.MonkeyPatch
 ):

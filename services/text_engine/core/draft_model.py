@@ -139,7 +139,7 @@ class DraftModelDrafter:
             candidate = self._candidate(sequence, max_guesses)
             if sequence in guesses and guesses[sequence].chances[0] >= candidate.hit_rate:
                 continue
-            if max(sequence.token_ids[candidate.progress.num_computed :], default=0) < self._model.vocab_size:
+            if candidate.progress.knows_tokens(sequence.token_ids, self._model.vocab_size):
                 candidates.append(candidate)
         return sorted(candidates, key=lambda candidate: -candidate.hit_rate)
 

@@ -36,6 +36,8 @@ class DraftProgress:
     num_preemptions  the sequence's when that was so: one that was preempted since has other blocks
     guesses          the latest, at the positions behind `num_computed`; the cache holds all but the last
     num_noted        leading blocks that `DraftedBlocks` knows to be whole
+    num_checked      leading tokens that were looked for in the draft model's vocabulary
+    has_unknown      whether one of them is not there
     """
 
     hit_rate: HitRate
@@ -43,6 +45,15 @@ class DraftProgress:
     num_preemptions: int = 0
     guesses: list[int] = field(default_factory=list)
     num_noted: int = 0
+    num_checked: int = 0
+    has_unknown: bool = False
+
+    def knows_tokens(self, token_ids: AbstractSequence[int], vocab_size: int) -> bool:
+        """Whether the draft model has all of them. Each is looked at once: this is asked in every step."""
+        if not self.has_unknown:
+            self.has_unknown = max(token_ids[self.num_checked :], default=0) >= vocab_size
+            self.num_checked = len(token_ids)
+        return not self.has_unknown
 
     def settle(self, token_ids: AbstractSequence[int]) -> list[bool]:
         """Whether each of the latest guesses held, up to the first that did not; those that did are computed tokens.
@@ -55,6 +66,8 @@ class DraftProgress:
             outcomes.append(guess == token_id)
             if guess != token_id:
                 break
-        self.num_computed += min(sum(outcomes), max(0, len(self.guesses) - 1))
+        # The last token is left to compute: there is nothing to guess from without it.
+        num_held = min(sum(outcomes), max(0, len(self.guesses) - 1), len(token_ids) - 1 - self.num_computed)
+        self.num_computed += max(0, num_held)
         self.guesses = []
         return outcomes
