@@ -28,7 +28,7 @@ def timing_table(rows: list[tuple[str, Answer]]) -> Table:
     table = Table(
         title="Where the time went, in milliseconds", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
-    table.add_column("request")
+    table.add_column("request", no_wrap=True)
     for name in [*map(_words, STAGES), "total", "tokens", "cached"]:
         table.add_column(name, justify="right")
     for name, answer in rows:

@@ -283,10 +283,10 @@ def test_whoever_would_wait_too_long_is_told_at_once_and_when_to_come_back(llama
     driver = EngineDriver(llama, max_num_seqs=1, max_queue_wait_s=3.0)
     for name in ("a", "b", "c", "d"):
         driver.add(name, tokens(4))  # a burst that meets an idle engine is taken
-    driver.engine.queue.note_step(2.0)
-    with pytest.raises(Overloaded, match="4 requests are ahead, about 8 s") as refusal:
+    driver.engine.queue.note_step(4.0)
+    with pytest.raises(Overloaded, match="4 requests are ahead, about 4 s") as refusal:
         driver.add("late", tokens(4))
-    assert refusal.value.retry_after_s == pytest.approx(8.0 - 3.0 + DRAINED_SHARE * 3.0)
+    assert refusal.value.retry_after_s == pytest.approx(4.0 - 3.0 + DRAINED_SHARE * 3.0)
     driver.add("urgent", tokens(4), priority=-1)  # those four are not ahead of it
     del driver.answers["late"]
     assert all(len(answer.token_ids) == 12 for answer in driver.run().values())
