@@ -18,15 +18,12 @@ class QueueWait:
         self._busy_s = 0.0
         self._num_started = 0.0
         self._age_s = 0.0
-        self._has_served = False
 
     def note_step(self, seconds: float, num_started: int, num_queued: int) -> None:
         """A step took `seconds`, `num_started` requests began in it, and `num_queued` wait for room after it."""
         if num_queued == 0:
             self._busy_s = self._num_started = self._age_s = 0.0
-            self._has_served = False
             return
-        self._has_served = self._has_served or num_started > 0
         kept = math.exp(-seconds / MEMORY_S)
         self._busy_s = self._busy_s * kept + seconds
         self._num_started = self._num_started * kept + num_started
@@ -36,8 +33,6 @@ class QueueWait:
         """Expected wait behind `num_ahead` others; 0 while too little is known."""
         if self._age_s < SHORTEST_EVIDENCE_S or num_ahead == 0:
             return 0.0
-        if (
-            not self._has_served
-        ):  # all places were taken before there was a queue: so far whoever waits does so since then
+        if not self._num_started:  # all places may have been taken before there was a queue: it has waited so long
             return self._age_s
         return num_ahead * self._busy_s / (self._num_started + 1)
