@@ -41,7 +41,7 @@ from diptych.bench.workloads import Request
 from diptych.simulator.costs import PRESETS
 from diptych.simulator.overload import FACTORS, QUESTIONS, sweep
 from diptych.simulator.world import Settings, Slo
-from services.gateway.plain_http import PlainTransport
+from shared.http_transport import HttpTransport
 from tests.chaos.cluster import MODEL, running_cluster
 from tests.e2e.system import Service
 
@@ -248,7 +248,7 @@ def is_refusal(reply: Reply) -> bool:
 @asynccontextmanager
 async def client(target: Target) -> AsyncIterator[httpx.AsyncClient]:
     """httpx's own transport looks through all open connections for every request: it would be what is measured."""
-    transport = PlainTransport(keepalive_s=4.0, max_idle=1024)
+    transport = HttpTransport(max_idle=1024)
     headers = {"Content-Type": "application/json"}
     async with httpx.AsyncClient(timeout=target.timeout_s, headers=headers, transport=transport) as http:
         yield http

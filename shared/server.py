@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import signal
 import socket
@@ -20,6 +21,7 @@ from shared.tls import Tls
 
 log = get_logger(__name__)
 REFRESH_TICKS = 100  # of a tenth of a second: how soon renewed certificates are noticed
+FAREWELL_S = 0.01
 LINGERING_S = 5  # for connections that stay after the last request has ended
 
 
@@ -68,9 +70,15 @@ class _DrainingServer(uvicorn.Server):
 
 
 def run_to_the_end(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
-    """As `server.run`, which may fail when all is done: uvloop closes no loop in which a TLS connection still ends."""
+    """As `server.run`, and gives connections that were just closed the moment that their end takes.
+
+    uvloop closes no loop in which a TLS connection still ends, and says EBUSY then: what is left is a stranger's, in
+    the middle of a handshake.
+    """
     try:
-        server.run(sockets)
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets))
+            runner.run(asyncio.sleep(FAREWELL_S))
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise

@@ -43,7 +43,6 @@ from services.gateway.middleware import RequestScope, trace_of
 from services.gateway.net_guard import HostResolver, NetGuard
 from services.gateway.openapi import document
 from services.gateway.page import page_routes
-from services.gateway.plain_http import PlainTransport
 from services.gateway.responses import Responses
 from services.gateway.routes import Stories, api_routes, document_routes, file_routes, model_routes, operator_routes
 from services.gateway.status import ControlRoom, gateway_state, status_routes
@@ -52,6 +51,7 @@ from shared.client_certificate import RequireClientCertificate
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError
 from shared.http_errors import error_response, install_error_handlers
+from shared.http_transport import HttpTransport
 from shared.log import configure_logging
 from shared.metrics import service_registry, watch_cache, watch_certificates
 from shared.peer_names import PeerNames
@@ -65,8 +65,6 @@ from shared.wire import EncoderInfo, ModelInfo
 if TYPE_CHECKING:
     from shared.otel import Otel
 
-KEEPALIVE_S = 4.0  # of an idle connection to another service: below the 5 s after which many servers close one
-MAX_IDLE_CONNECTIONS = 256
 FILE_TIMEOUT_S = 2.0  # to write a file to Redis or read it: a picture of 20 MB takes 0.2 s at 1 Gbit/s
 
 
@@ -197,13 +195,9 @@ def _file_limits(settings: GatewaySettings) -> FileLimits:
 def _http_client(settings: GatewaySettings, tls: Tls, names: PeerNames) -> httpx.AsyncClient:
     """To the other services: no proxies, no limits of its own; the services bound their queues themselves."""
     return httpx.AsyncClient(
-        timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s, pool=None),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEPALIVE_S
-        ),
+        timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s),
         trust_env=False,
-        mounts={"http://": PlainTransport(keepalive_s=KEEPALIVE_S, max_idle=MAX_IDLE_CONNECTIONS)},
-        verify=tls.client_context(),
+        transport=HttpTransport(tls=tls.client_context()),
         event_hooks={"request": [names.name_request]},
         headers=token_headers(settings.service_token),
     )

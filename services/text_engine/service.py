@@ -42,6 +42,7 @@ from shared.errors import (
     RequestAborted,
     UnsupportedFeature,
 )
+from shared.http_transport import HttpTransport
 from shared.log import get_logger
 from shared.metrics import watch_certificates
 from shared.peer_names import PeerNames
@@ -89,7 +90,7 @@ class TextEngineService:
         self._fetcher: EmbeddingFetcher | None = None
         self._http = httpx.AsyncClient(
             trust_env=False,
-            verify=tls.client_context(),
+            transport=HttpTransport(tls=tls.client_context()),
             event_hooks={"request": [PeerNames(settings.tls_server_name).name_request]},
             headers=token_headers(settings.service_token),
         )

@@ -1,17 +1,19 @@
-"""HTTP/1.1 to the other services without TLS, as a transport of httpx: asyncio's sockets, httptools' parser, one write.
+"""HTTP/1.1 between the services, as a transport of httpx: the event loop's TLS, httptools' parser, one write.
 
 httpx's own takes a millisecond of Python for every request, which would be a third of what the gateway adds to the
-first token. This one does only what the services need: no proxies, no HTTP/2, no HEAD, request bodies that are all
-there. It has no limit on connections; the services bound their queues themselves.
+first token, and leaves a socket open where a TLS handshake is cancelled. This one does only what the services need: no
+proxies, no HTTP/2, no HEAD, request bodies that are all there. It has no limit on connections; the services bound their
+queues themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import httptools
 import httpx
@@ -20,26 +22,42 @@ MAX_HEAD_BYTES: Final = 64 * 1024  # of an answer
 MAX_BUFFERED_BYTES: Final = 1024 * 1024  # of an answer's body that nobody has read yet; then its sender has to wait
 JOINED_BYTES: Final = 64 * 1024  # bodies up to this size are copied behind their head, into the same packet
 
-Origin = tuple[str, int]
+
+class Origin(NamedTuple):
+    """Whom a connection leads to. tls_name: whom the certificate must be of; None: without TLS"""
+
+    host: str
+    port: int
+    tls_name: str | None
+
+    @classmethod
+    def of(cls, request: httpx.Request) -> Origin:
+        """The certificate must be of the host that is asked, or of httpx's extension `sni_hostname`."""
+        host, port = request.url.host, request.url.port
+        if request.url.scheme == "https":
+            return cls(host, port or 443, request.extensions.get("sni_hostname", host))
+        return cls(host, port or 80, None)
 
 
-class PlainTransport(httpx.AsyncBaseTransport):
-    """keepalive_s   how long an idle connection may be used again
+class HttpTransport(httpx.AsyncBaseTransport):
+    """keepalive_s   how long an idle connection may be used again; below the 5 s after which many servers close one
     max_idle      connections to one origin that are kept for that
+    tls           for https; None: the public authorities are trusted, and no certificate is shown
     """
 
-    def __init__(self, *, keepalive_s: float, max_idle: int) -> None:
+    def __init__(self, *, keepalive_s: float = 4.0, max_idle: int = 256, tls: ssl.SSLContext | None = None) -> None:
         self._keepalive_s = keepalive_s
         self._max_idle = max_idle
+        self._tls = tls
         self._idle: dict[Origin, deque[Connection]] = {}  # the longest idle first
         self._swept_at = time.monotonic()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.TransportError of the usual kinds."""
         timeouts = request.extensions.get("timeout", {})
-        origin = request.url.host, request.url.port or 80
+        origin = Origin.of(request)
         body = await request.aread()
-        connection = self._take(origin) or await _connect(origin, timeouts.get("connect"))
+        connection = self._take(origin) or await self._connect(origin, timeouts.get("connect"))
         try:
             await connection.ask(_head(request), body, timeouts.get("write"), timeouts.get("read"))
         except BaseException:
@@ -54,6 +72,21 @@ class PlainTransport(httpx.AsyncBaseTransport):
             for connection in idle:
                 connection.close()
         self._idle.clear()
+
+    async def _connect(self, origin: Origin, timeout_s: float | None) -> Connection:
+        host, port, tls_name = origin
+        if tls_name is not None and self._tls is None:
+            self._tls = ssl.create_default_context()
+        tls = self._tls if tls_name is not None else None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, connection = await loop.create_connection(Connection, host, port, ssl=tls, server_hostname=tls_name)
+        except TimeoutError:
+            raise httpx.ConnectTimeout(f"no connection to {host}:{port} within {timeout_s} s") from None
+        except OSError as error:
+            raise httpx.ConnectError(f"no connection to {host}:{port}: {error}") from error
+        return connection
 
     def _take(self, origin: Origin) -> Connection | None:
         """The one that was used last; the others may grow too old meanwhile."""
@@ -251,18 +284,6 @@ class _Answer(httpx.AsyncByteStream):
         if self._give_back is not None:
             self._give_back()
             self._give_back = None
-
-
-async def _connect(origin: Origin, timeout_s: float | None) -> Connection:
-    host, port = origin
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
-    except TimeoutError:
-        raise httpx.ConnectTimeout(f"no connection to {host}:{port} within {timeout_s} s") from None
-    except OSError as error:
-        raise httpx.ConnectError(f"no connection to {host}:{port}: {error}") from error
-    return connection
 
 
 def _head(request: httpx.Request) -> bytes:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 import uvloop
 
-from services.gateway import plain_http
-from services.gateway.plain_http import MAX_BUFFERED_BYTES, MAX_HEAD_BYTES, PlainTransport
+from shared import http_transport
+from shared.http_transport import MAX_BUFFERED_BYTES, MAX_HEAD_BYTES, HttpTransport
+from tests.authority import Authority
 from tests.ports import refusing_port
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -44,7 +47,7 @@ async def talking(script: Script) -> AsyncIterator[tuple[Server, httpx.AsyncClie
     server = Server(script)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    transport = PlainTransport(keepalive_s=4, max_idle=2)
+    transport = HttpTransport(keepalive_s=4, max_idle=2)
     timeout = httpx.Timeout(5, connect=2)
     base_url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(transport=transport, base_url=base_url, timeout=timeout, trust_env=False) as client:
@@ -83,7 +86,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 # --- good answers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, plain_http.JOINED_BYTES, plain_http.JOINED_BYTES + 1, 5 * 2**20])
+@pytest.mark.parametrize("num_bytes", [0, 1, http_transport.JOINED_BYTES, http_transport.JOINED_BYTES + 1, 5 * 2**20])
 async def test_a_body_of_any_size_arrives_as_it_was_sent_and_comes_back_so(num_bytes: int):
     sent = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
 
@@ -235,18 +238,75 @@ async def test_a_connection_that_was_closed_while_idle_is_replaced():
 
 async def test_a_connection_that_was_idle_for_too_long_is_replaced(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr(plain_http.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(http_transport.time, "monotonic", lambda: now[0])
     async with talking(answering(OK)) as (server, client):
         for now[0] in (0.0, 3.9, 7.8, 12.0):
             assert (await client.get("/")).content == b"ok"
         assert server.num_connections == 2
 
 
+# --- TLS ------------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def talking_tls(
+    script: Script, authority: Authority, name: str
+) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    """The server's certificate is of `name`; the client believes its authority."""
+    server = Server(script)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    files = authority.issue(name)
+    context.load_cert_chain(files.cert, files.key)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=context)
+    port = listening.sockets[0].getsockname()[1]
+    transport = HttpTransport(max_idle=2, tls=authority.client_context())
+    base_url = f"https://127.0.0.1:{port}"
+    async with httpx.AsyncClient(transport=transport, base_url=base_url, timeout=5, trust_env=False) as client:
+        yield server, client
+    listening.close()
+    await listening.wait_closed()
+
+
+async def test_tls_is_spoken_and_a_connection_used_again(tmp_path: Path):
+    async with talking_tls(answering(OK), Authority(tmp_path), "127.0.0.1") as (server, client):
+        for _ in range(3):
+            assert (await client.get("/")).content == b"ok"
+        assert server.num_connections == 1
+
+
+async def test_a_certificate_must_be_of_the_name_that_the_request_says(tmp_path: Path):
+    async with talking_tls(answering(OK), Authority(tmp_path), "engine.internal") as (server, client):
+        with pytest.raises(httpx.ConnectError, match=r"CERTIFICATE_VERIFY_FAILED.*IP address mismatch"):
+            await client.get("/")
+        named = await client.get("/", extensions={"sni_hostname": "engine.internal"})
+        assert named.content == b"ok"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await client.get("/")  # the connection to one name is not used for another
+        assert server.num_connections == 1
+
+
+async def test_a_handshake_that_is_cancelled_leaves_no_socket_open():
+    left = asyncio.Event()
+
+    async def mute(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+        left.set()
+
+    async with talking(mute) as (server, client):
+        url = f"https://127.0.0.1:{client.base_url.port}/"
+        asking = asyncio.create_task(client.get(url))
+        await eventually(lambda: server.num_connections == 1)
+        asking.cancel()
+        async with asyncio.timeout(5):
+            await left.wait()
+
+
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
 async def test_nobody_there_is_a_connect_error():
-    async with httpx.AsyncClient(transport=PlainTransport(keepalive_s=4, max_idle=2)) as client:
+    async with httpx.AsyncClient(transport=HttpTransport(keepalive_s=4, max_idle=2)) as client:
         with refusing_port() as port, pytest.raises(httpx.ConnectError):
             await client.get(f"http://127.0.0.1:{port}/")
 
@@ -310,8 +370,21 @@ async def test_a_header_with_a_line_end_is_not_sent():
         test_a_connection_that_was_closed_while_idle_is_replaced,
         test_an_answer_that_is_left_early_closes_its_connection,
         test_a_refusal_is_heard_before_all_of_a_large_body_is_sent,
+        test_a_handshake_that_is_cancelled_leaves_no_socket_open,
     ],
 )
 def test_uvloop_does_the_same(scenario: Callable[[], Coroutine[None, None, None]]):
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        test_tls_is_spoken_and_a_connection_used_again,
+        test_a_certificate_must_be_of_the_name_that_the_request_says,
+    ],
+)
+def test_uvloop_speaks_tls_the_same(scenario: Callable[[Path], Coroutine[None, None, None]], tmp_path: Path):
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario(tmp_path))
