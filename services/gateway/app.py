@@ -51,13 +51,12 @@ from shared.client_certificate import RequireClientCertificate
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError
 from shared.http_errors import error_response, install_error_handlers
-from shared.http_transport import HttpTransport
 from shared.log import configure_logging
 from shared.metrics import service_registry, watch_cache, watch_certificates
 from shared.peer_names import PeerNames
 from shared.redis_link import RedisLink
 from shared.server import serve
-from shared.service_token import token_headers
+from shared.service_client import ServiceClient
 from shared.tls import Tls
 from shared.tracing import tracing
 from shared.wire import EncoderInfo, ModelInfo
@@ -135,7 +134,14 @@ async def _build(
     stack: AsyncExitStack,
 ) -> None:
     names = PeerNames(settings.tls_server_name)
-    http = await stack.enter_async_context(_http_client(settings, tls, names))
+    http = await stack.enter_async_context(
+        ServiceClient(
+            tls=tls,
+            names=names,
+            tokens=settings.service_token,
+            timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s),
+        )
+    )
     if tracer is not None:
         http.event_hooks["request"].append(tracer.hand_on)
     rng = random.Random()  # noqa: S311 - spreads load, guards nothing
@@ -190,17 +196,6 @@ async def _build(
 
 def _file_limits(settings: GatewaySettings) -> FileLimits:
     return FileLimits(max_bytes=settings.max_image_bytes, ttl_s=settings.file_ttl_s, max_ttl_s=settings.max_file_ttl_s)
-
-
-def _http_client(settings: GatewaySettings, tls: Tls, names: PeerNames) -> httpx.AsyncClient:
-    """To the other services: no proxies, no limits of its own; the services bound their queues themselves."""
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s),
-        trust_env=False,
-        transport=HttpTransport(tls=tls.client_context()),
-        event_hooks={"request": [names.name_request]},
-        headers=token_headers(settings.service_token),
-    )
 
 
 async def _watch(

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shared.errors import DiptychError, NotReady, UpstreamFailed, UpstreamTimeout, UpstreamTooLong, error_from_body
 from shared.lines import LineSplitter, LineTooLong
+from shared.service_client import ServiceClient
 from shared.wire import (
     DEADLINE_HEADER,
     DETAIL_HEADER,
@@ -103,7 +104,7 @@ class EncoderClient:
 class EngineClient:
     """Of a text engine: `/v1/generate` and `/v1/tokenize`, and what operators ask of its cache and its adapters."""
 
-    def __init__(self, http: httpx.AsyncClient, *, start_timeout_s: float) -> None:
+    def __init__(self, http: ServiceClient, *, start_timeout_s: float) -> None:
         self._http = http
         self._start_timeout_s = start_timeout_s
 
@@ -123,13 +124,11 @@ class EngineClient:
         on_room   hears, taken or refused, after how many seconds the engine would queue another such request
         """
         headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
-        call = self._http.build_request(
-            "POST", f"{url}/v1/generate", content=request.model_dump_json(exclude_none=True), headers=headers
-        )
+        body = request.model_dump_json(exclude_none=True)
         with _upstream_errors("text engine"):
             try:
                 async with asyncio.timeout(self._start_timeout_s), door:
-                    response = await self._http.send(call, stream=True)
+                    response = await self._http.open("POST", f"{url}/v1/generate", content=body, headers=headers)
                     if (room_in_s := _room_in_s(response)) is not None:
                         on_room(room_in_s)
             except TimeoutError as error:

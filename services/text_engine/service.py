@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
-import httpx
-
 from services.text_engine.adapter_control import AdapterControl
 from services.text_engine.build import BuiltEngine, build_engine
 from services.text_engine.cache_control import CacheControl
@@ -42,12 +40,11 @@ from shared.errors import (
     RequestAborted,
     UnsupportedFeature,
 )
-from shared.http_transport import HttpTransport
 from shared.log import get_logger
 from shared.metrics import watch_certificates
 from shared.peer_names import PeerNames
 from shared.sampling import Constraint, SamplingParams
-from shared.service_token import token_headers
+from shared.service_client import ServiceClient
 from shared.state import EngineState
 from shared.tls import Tls
 from shared.tracing import Attributes, current_span
@@ -88,12 +85,7 @@ class TextEngineService:
         self._built: BuiltEngine | None = None
         self._thread: EngineThread | None = None
         self._fetcher: EmbeddingFetcher | None = None
-        self._http = httpx.AsyncClient(
-            trust_env=False,
-            transport=HttpTransport(tls=tls.client_context()),
-            event_hooks={"request": [PeerNames(settings.tls_server_name).name_request]},
-            headers=token_headers(settings.service_token),
-        )
+        self._http = ServiceClient(tls=tls, names=PeerNames(settings.tls_server_name), tokens=settings.service_token)
         self._cache = EmbeddingCache(settings.redis_url, op_timeout_s=settings.redis_timeout_s, tls=tls)
         self._num_preparing = 0
         self._streams: dict[str, asyncio.Queue[EngineOutput]] = {}
