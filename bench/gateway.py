@@ -24,6 +24,7 @@ import httpx
 import uvicorn
 
 from diptych.machine import free_ports
+from shared.http_protocol import HttpProtocol
 from tests.scripted import EngineScript, ScriptedEngine
 
 NUM_ASKED = 300  # for the time to the first token
@@ -142,7 +143,7 @@ def engine(token_delay_s: float) -> Iterator[str]:
 
 def serve_engine(port: int, token_delay_s: float) -> None:
     scripted = ScriptedEngine(script=EngineScript(token_delay_s=token_delay_s))
-    uvicorn.run(scripted.app, port=port, loop="uvloop", http="httptools", log_level="warning")
+    uvicorn.run(scripted.app, port=port, loop="uvloop", http=HttpProtocol, log_level="warning")
 
 
 @contextmanager

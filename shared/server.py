@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from shared.client_certificate import HttpOverTls
+from shared.http_protocol import HttpProtocol
 from shared.log import get_logger
 from shared.malloc import limit_arenas
 from shared.tls import Tls
@@ -107,7 +107,7 @@ def serve(
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools" if tls_context is None else HttpOverTls,
+        http=HttpProtocol,
         ssl_context_factory=None if tls_context is None else lambda _config, _default: tls_context,
         ws="none",
         log_config=None,

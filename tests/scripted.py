@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shared.client_certificate import HttpOverTls
 from shared.errors import DiptychError, EmbeddingNotFound, NotReady, UnsupportedImageFormat
 from shared.http_errors import error_response, install_error_handlers, wire_error
+from shared.http_protocol import HttpProtocol
 from shared.reasoning import ReasoningFormat
 from shared.server import run_to_the_end
 from shared.wire import (
@@ -76,7 +76,7 @@ def serve(app: ASGIApp, port: int = 0, *, tls_context: ssl.SSLContext | None = N
         log_config=None,
         access_log=False,
         ws="none",
-        http="httptools" if tls_context is None else HttpOverTls,
+        http=HttpProtocol,
         ssl_context_factory=None if tls_context is None else lambda _config, _default: tls_context,
         timeout_graceful_shutdown=1,
     )

@@ -197,6 +197,7 @@ class SseResponse(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
+                await self._send_first(send)
                 await self._lifecycle.attend(receive, self._send_frames(send))
             except RequestAborted as error:
                 self._trace.outcome = error.code
@@ -216,6 +217,11 @@ class SseResponse(Response):
     async def _send_error(self, send: Send, error: DiptychError) -> None:
         self._trace.failed(error)
         await send({"type": "http.response.body", "body": self._answer.error_frame(error), "more_body": True})
+
+    async def _send_first(self, send: Send) -> None:
+        """It is there already: clients get it before a watch over them is set up."""
+        if frame := await anext(self._answer.frames, b""):
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
 
     async def _send_frames(self, send: Send) -> None:
         async for frame in self._answer.frames:
