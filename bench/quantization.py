@@ -73,6 +73,7 @@ def load(name: str, folder: Path, kind: str | None, kv_cache_dtype: Literal["aut
         device=CPU,
         make_product=parts.make_product,
         make_quantized=parts.make_quantized,
+        matrix_dtypes=parts.matrix_dtypes,
         quantize=None if kind is None else quantizer("int8" if kind == "int8" else "int4", CPU),
     )
     words = [name, kind or "", "int8 KV cache" if kv_cache_dtype == "int8" else ""]
@@ -94,9 +95,15 @@ def num_bytes(owners: Iterable[Any]) -> int:
             sizes[storage.data_ptr()] = storage.nbytes()
         elif isinstance(owner, (list, tuple)):
             pending += owner
-        elif type(owner).__module__.startswith("services.") and hasattr(owner, "__dict__"):
-            pending += vars(owner).values()
+        elif type(owner).__module__.startswith("services."):
+            pending += _attributes(owner)
     return sum(sizes.values())
+
+
+def _attributes(owner: object) -> list[Any]:
+    """Of a plain object or one with slots."""
+    slots = [name for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(owner, "__dict__", {}).values(), *(getattr(owner, name) for name in slots if hasattr(owner, name))]
 
 
 def read_text(candidate: Candidate, token_ids: list[int]) -> None:
