@@ -197,6 +197,8 @@ class Pool(Generic[Info]):
 
     def note(self, replica: Replica[Info], error: BaseException | None) -> None:
         """How work at `replica` ended; a request refused for its own sake speaks for the replica, not against it."""
+        if isinstance(error, SaidBefore):
+            return
         if isinstance(error, NotReady):
             replica.unreachable()
         elif is_replica_fault(error):
@@ -224,6 +226,10 @@ def without_latest_failure(candidates: list[Replica[Info]]) -> list[Replica[Info
     if latest is None or latest.failed_at == -math.inf or len(candidates) == 1:
         return candidates
     return [replica for replica in candidates if replica is not latest]
+
+
+class SaidBefore(Overloaded):
+    """A replica's last word, repeated for it: it was not asked, so nothing was learnt of it."""
 
 
 def is_replica_fault(error: BaseException | None) -> bool:

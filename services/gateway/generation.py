@@ -14,8 +14,8 @@ from functools import partial
 
 from services.gateway.attempts import Result, on_a_replica
 from services.gateway.backends import EngineClient
-from services.gateway.balancer import Pool, Replica
-from shared.errors import DiptychError, ModelNotFound, NotReady, Overloaded, UpstreamFailed
+from services.gateway.balancer import Pool, Replica, SaidBefore
+from shared.errors import DiptychError, ModelNotFound, NotReady, UpstreamFailed
 from shared.reasoning import ReasoningFormat
 from shared.wire import (
     AdapterInfo,
@@ -172,7 +172,7 @@ class Generator:
         room_in_s = self._pool.room_in_s(engines, priority)
         if room_in_s:
             self.num_shed += 1
-            raise Overloaded(
+            raise SaidBefore(
                 f"the queue of every text engine is as long as it may be; there is room in about {room_in_s:.1f} s",
                 retry_after_s=room_in_s,
             )

@@ -54,11 +54,15 @@ class Service:
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[Service]:
+def service(folder: Path, temporary: Path) -> Iterator[Service]:
+    """temporary   where it may leave files, and should leave none"""
     port = free_port()
     command = [sys.executable, "-m", "diptych", "text-engine", str(folder), f"--port={port}", "--dtype=float32"]
     command += ["--tensor-parallel-size=2", "--kv-cache-memory=16MiB"]
-    env = {name: value for name, value in os.environ.items() if name != "REDIS_URL"} | {"OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "REDIS_URL"} | {
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(temporary),
+    }
     with (
         subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as child,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as http,
@@ -83,8 +87,10 @@ def wait_until_gone(pid: int, timeout_s: float = 5.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_rank_turns_readiness_off_and_ends_the_process_so_that_it_is_restarted(checkpoint: CheckpointFactory):
-    with service(checkpoint("llama")) as running:
+def test_a_killed_rank_turns_readiness_off_and_ends_the_process_so_that_it_is_restarted(
+    checkpoint: CheckpointFactory, tmp_path: Path
+):
+    with service(checkpoint("llama"), tmp_path) as running:
         running.wait_until_ready()
         os.kill(running.worker_pid(), signal.SIGKILL)
         started = time.monotonic()
@@ -96,10 +102,11 @@ def test_a_killed_rank_turns_readiness_off_and_ends_the_process_so_that_it_is_re
         [line] = [line for line in running.log if "this engine cannot go on" in line]
         assert "rank 1 (pid" in line
         assert "SIGKILL" in line
+    assert not list(tmp_path.glob("diptych-*"))
 
 
-def test_sigterm_ends_all_ranks_in_order_and_a_killed_engine_leaves_none(checkpoint: CheckpointFactory):
-    with service(checkpoint("llama")) as running:
+def test_sigterm_ends_all_ranks_in_order_and_a_killed_engine_leaves_none(checkpoint: CheckpointFactory, tmp_path: Path):
+    with service(checkpoint("llama"), tmp_path) as running:
         running.wait_until_ready()
         worker = running.worker_pid()
         os.kill(worker, signal.SIGTERM)  # as a supervisor does that signals the whole process group
@@ -110,7 +117,7 @@ def test_sigterm_ends_all_ranks_in_order_and_a_killed_engine_leaves_none(checkpo
         assert running.child.wait(timeout=10) == 0
         assert not is_running(worker)
         assert not [line for line in running.log if '"error"' in line]
-    with service(checkpoint("llama")) as running:
+    with service(checkpoint("llama"), tmp_path) as running:
         running.wait_until_ready()
         worker = running.worker_pid()
         running.child.kill()

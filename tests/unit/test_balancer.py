@@ -15,6 +15,7 @@ from services.gateway.balancer import (
     SLOW_START_S,
     Pool,
     Replica,
+    SaidBefore,
     by_rendezvous,
     is_worth_another_replica,
     without_latest_failure,
@@ -173,6 +174,15 @@ def test_a_success_forgives_earlier_failures():
         pool.note(shaky, BROKEN)
         pool.note(shaky, None)
     assert shaky in pool.available()
+
+
+def test_a_refusal_that_was_said_for_a_replica_is_no_success_of_it():
+    pool = pool_of(2)
+    full_and_broken = pool.replicas[0]
+    for _ in range(3):
+        pool.note(full_and_broken, SaidBefore("its queue is full"))
+        pool.note(full_and_broken, BROKEN)
+    assert full_and_broken not in pool.available()
 
 
 def test_a_second_try_avoids_the_replica_that_failed_last_if_there_is_another():

@@ -160,7 +160,7 @@ class Workers:
         """Starts the processes and returns when each has come up. Raises RankFailed if one does not."""
         self._size = settings.tensor_parallel_size
         self._on_failure = on_failure
-        self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-", ignore_cleanup_errors=True)
         self._lock = threading.Lock()
         self._failure: str | None = None
         self._is_closed = threading.Event()
@@ -272,6 +272,7 @@ class Workers:
                 return
             self._failure = reason
         log.error("a rank of the model failed: this engine cannot go on", reason=reason)
+        self._folder.cleanup()  # first: whoever hears of it may end this process
         self._on_failure(reason)
         self._kill()
         if self._ranks is not None:
