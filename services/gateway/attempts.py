@@ -21,6 +21,7 @@ async def on_a_replica(
     work: Callable[[Replica[Info], int], Awaitable[Result]],
     *,
     nobody: DiptychError,
+    is_all: bool = True,
 ) -> Result:
     """What `work` gives on the first replica where it succeeds; the pool hears how each try ended.
 
@@ -29,6 +30,7 @@ async def on_a_replica(
 
     choose   from the replicas tried so far and the last one's refusal; None: there is no other
     work     gets the number of earlier tries
+    is_all   False: the result only begins what the replica does; whoever goes on with it tells the pool how it ended
     """
     tried: list[Replica[Info]] = []
     num_faults = 0
@@ -45,6 +47,7 @@ async def on_a_replica(
             failure = error
             tried.append(replica)
         else:
-            pool.note(replica, None)
+            if is_all:
+                pool.note(replica, None)
             return result
     raise failure

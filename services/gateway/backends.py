@@ -131,10 +131,10 @@ class EngineClient:
                     response = await self._http.open("POST", f"{url}/v1/generate", content=body, headers=headers)
                     if (room_in_s := _room_in_s(response)) is not None:
                         on_room(room_in_s)
+                    await _raise_for_status(response)
             except TimeoutError as error:
                 raise UpstreamTimeout(f"the text engine did not start within {self._start_timeout_s:g} s") from error
         try:
-            await _raise_for_status(response)
             yield _generate_events(response)
         finally:
             await response.aclose()
@@ -205,6 +205,8 @@ async def _raise_for_status(response: httpx.Response) -> None:
         body: object = orjson.loads(await response.aread())
     except orjson.JSONDecodeError:
         body = None
+    finally:
+        await response.aclose()
     raise error_from_body(response.status_code, body, retry_after_s=_retry_after(response))
 
 
@@ -223,7 +225,7 @@ def _room_in_s(response: httpx.Response) -> float | None:
 
 
 def _from_wire(error: WireError) -> DiptychError:
-    return error_from_body(error.status, {"error": error.model_dump()})
+    return error_from_body(error.status, {"error": error.model_dump()}, retry_after_s=error.retry_after_s)
 
 
 @contextmanager

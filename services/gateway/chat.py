@@ -17,7 +17,7 @@ from services.gateway.answers import Choice, usage_of
 from services.gateway.auth import ANONYMOUS
 from services.gateway.cache_salts import CacheSalts
 from services.gateway.constraints import ToolPlan, constraint_of
-from services.gateway.generation import AnswerCut, Generation, Generator
+from services.gateway.generation import Generation, Generator
 from services.gateway.images import ImageLoader, LoadedImage
 from services.gateway.messages import affinity_parts, check_contents, image_sources, to_wire
 from services.gateway.prompt_tokens import prompt_logprobs_body
@@ -28,6 +28,7 @@ from services.gateway.timeline import GATEWAY, Timeline
 from services.gateway.tool_calls import NumberedCall, ToolReader
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
+from services.gateway.whole_answers import Avoid, read_whole
 from shared.errors import ContextTooLong, EmbeddingNotFound, EncodeFailed, UnsupportedFeature
 from shared.hashing import digest
 from shared.wire import Finished, GenerateRequest, Tokens
@@ -79,12 +80,10 @@ class Chat:
         self._max_image_bytes = max_image_bytes
 
     async def complete(self, body: ChatRequest, trace: Trace) -> dict[str, Any]:
-        """The whole answer as one body. Nobody has seen anything of it before, so an engine that breaks over it is
-        replaced once, even in the middle."""
-        try:
-            return await self._read_whole(await self.start(body, trace), body, trace)
-        except AnswerCut:
-            return await self._read_whole(await self.start(body, trace), body, trace)
+        """The whole answer as one body; an engine that breaks over it is replaced once, even in the middle."""
+        return await read_whole(
+            lambda avoid: self.start(body, trace, avoid=avoid), lambda chat: self._read_whole(chat, body, trace)
+        )
 
     async def _read_whole(self, chat: RunningChat, body: ChatRequest, trace: Trace) -> dict[str, Any]:
         """Raises AnswerCut if the engine breaks over it."""
@@ -139,32 +138,37 @@ class Chat:
 
     # --- the story --------------------------------------------------------------------------------------------------
 
-    async def start(self, body: ChatRequest, trace: Trace) -> RunningChat:
-        """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way."""
+    async def start(self, body: ChatRequest, trace: Trace, *, avoid: Avoid = None) -> RunningChat:
+        """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way.
+
+        avoid   an engine that is asked only if there is no other
+        """
         trace.timeline.hides_origins = self._salts.by_key
         trace.timeline.add("receive", trace.started_at, time.perf_counter(), GATEWAY)
         trace.model = model = self._generator.model(body.model)
         self._generator.check_room(model, body.priority)
         plan = ToolPlan.of(body, self._generator.tool_format(model))
+        form = self._generator.reasoning_format(model)
         sampling = wire_sampling(plan.applied_to(body.sampling(), constraint_of(body)))
         tools = wire_tools(body.tools) if plan.functions else None
         images = await self.load(body.messages, model, trace)
         question = Question(f"chatcmpl-{uuid.uuid4().hex}", body, model, sampling, tools, images)
         try:
-            generation, admission = await self._ask(question, trace, fresh=False)
+            generation, admission = await self._ask(question, trace, fresh=False, avoid=avoid)
         except EmbeddingNotFound:
             try:
-                generation, admission = await self._ask(question, trace, fresh=True)
+                generation, admission = await self._ask(question, trace, fresh=True, avoid=avoid)
             except EmbeddingNotFound as error:
                 # To the client this is no 404: it did nothing wrong and cannot do anything about it.
                 raise EncodeFailed(f"encoding failed twice: {error.message}", param=error.param) from error
         trace.first_token()
-        form = self._generator.reasoning_format(model)
         is_open = generation.started.is_reasoning_open
         reasoning = None if form is None else ReasoningReader(form, is_open=is_open)
         return RunningChat(question.id, int(time.time()), model, generation, admission, reasoning, plan.reader())
 
-    async def _ask(self, question: Question, trace: Trace, *, fresh: bool) -> tuple[Generation, Admission]:
+    async def _ask(
+        self, question: Question, trace: Trace, *, fresh: bool, avoid: Avoid
+    ) -> tuple[Generation, Admission]:
         """Admit the images and ask an engine at once: encoding them and prefilling the text before them overlap."""
         body = question.body
         admission = await self.admit(question.images, trace, fresh=fresh)
@@ -180,7 +184,7 @@ class Chat:
         affinity = digest(request.cache_salt.encode(), *affinity_parts(request.messages or ()))
         try:
             opening = self._generator.open(
-                request, model=question.model, affinity=affinity, request_id=trace.request_id
+                request, model=question.model, affinity=affinity, request_id=trace.request_id, avoid=avoid
             )
             with _named_as_given(body):
                 return await admission.guard(opening), admission

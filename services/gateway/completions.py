@@ -19,10 +19,12 @@ from services.gateway.prompt_tokens import Echo, PromptScores, ScoreLimit, compl
 from services.gateway.schema import CompletionRequest, Prompt, wire_sampling
 from services.gateway.streaming import DONE, AnswerStream, ChunkTail, CompletionChunks
 from services.gateway.trace import Trace
+from services.gateway.whole_answers import Avoid, read_whole
 from shared.errors import InvalidRequest
 from shared.hashing import digest
 from shared.wire import Finished, GenerateRequest, Tokens
 
+Running = tuple[str, str, list[Generation]]  # the answer's id, the model, and what answers each prompt
 MAX_PROMPTS = 256
 _AFFINITY_CHARS = 2048
 _AFFINITY_TOKENS = 512
@@ -34,7 +36,14 @@ class Completions:
         self._salts = salts
 
     async def complete(self, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
-        completion_id, model, generations = await self._start(body, trace)
+        """All answers as one body; as in a chat, an engine that breaks over one is replaced once."""
+        return await read_whole(
+            lambda avoid: self._start(body, trace, avoid=avoid), lambda running: self._read_whole(running, body, trace)
+        )
+
+    async def _read_whole(self, running: Running, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
+        """Raises AnswerCut if an engine breaks over it."""
+        completion_id, model, generations = running
         choices = [Choice() for _ in range(body.n * len(generations))]
         scores = [PromptScores(body) for _ in generations]
         finished: list[Finished] = []
@@ -94,7 +103,7 @@ class Completions:
 
         return AnswerStream(frames(), close)
 
-    async def _start(self, body: CompletionRequest, trace: Trace) -> tuple[str, str, list[Generation]]:
+    async def _start(self, body: CompletionRequest, trace: Trace, *, avoid: Avoid = None) -> Running:
         trace.model = model = self._generator.model(body.model)
         self._generator.check_room(model, body.priority)
         if len(body.prompt) > MAX_PROMPTS:
@@ -118,6 +127,7 @@ class Completions:
                 affinity=_affinity(salt, prompt),
                 request_id=trace.request_id,
                 on_started=partial(limit.add, index),
+                avoid=avoid,
             )
             for index, prompt in enumerate(body.prompt)
         ]

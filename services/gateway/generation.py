@@ -1,6 +1,7 @@
 """One generation on some text engine: chosen, opened up to its first token, retried elsewhere until then.
 
-Once a token exists nothing is retried: the client may have seen it.
+Once a token exists nothing is retried here: the client may have seen it. How the answer ended, the pool hears all the
+same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 
 from services.gateway.attempts import Result, on_a_replica
 from services.gateway.backends import EngineClient
-from services.gateway.balancer import Pool, Replica, SaidBefore
+from services.gateway.balancer import Pool, Replica, SaidBefore, is_replica_fault
 from shared.errors import DiptychError, ModelNotFound, NotReady, UpstreamFailed
 from shared.reasoning import ReasoningFormat
 from shared.wire import (
@@ -36,12 +37,17 @@ END_OF_STREAM_S = 0.5
 class AnswerCut(UpstreamFailed):
     """The engine broke after its first token: what it would have said is lost, and nobody else can go on with it."""
 
+    def __init__(self, message: str, replica: Replica[ModelInfo]) -> None:
+        super().__init__(message)
+        self.replica = replica
+
 
 class Generation:
     """The events of a running generation; it already has its first token. Close it, whatever happens.
 
+    replica    the engine that does it
     asked_at   by time.perf_counter()
-    where      the engine that does it
+    note       hears how the answer ended, unless it is closed before
     """
 
     def __init__(
@@ -51,12 +57,15 @@ class Generation:
         rest: AsyncIterator[Started | Tokens | Finished],
         stack: AsyncExitStack,
         *,
+        replica: Replica[ModelInfo],
         asked_at: float,
-        where: str,
+        note: Callable[[DiptychError | None], None],
     ) -> None:
         self.started = started
         self.asked_at = asked_at
-        self.where = where
+        self.where = f"text_engine-{replica.number}"
+        self._replica = replica
+        self._note = note
         self._first = first
         self._rest = rest
         self._stack = stack
@@ -64,24 +73,33 @@ class Generation:
 
     async def events(self) -> AsyncIterator[Tokens | Finished]:
         """Tokens of all choices as they come, then `Finished`. Raises AnswerCut."""
+        if self._is_complete:
+            self._note(None)
         yield self._first
         while not self._is_complete:
             try:
                 event = await anext(self._rest)
-            except UpstreamFailed as error:
-                raise AnswerCut(error.message) from error
-            if isinstance(event, Started):
-                raise UpstreamFailed("the text engine sent its events in the wrong order")
+                if isinstance(event, Started):
+                    raise UpstreamFailed("the text engine sent its events in the wrong order")
+            except DiptychError as error:
+                self._note(error)
+                if is_replica_fault(error) or isinstance(error, NotReady):
+                    raise AnswerCut(error.message, self._replica) from error
+                raise
             self._is_complete = isinstance(event, Finished)
+            if self._is_complete:
+                self._note(None)
             yield event
 
     async def aclose(self) -> None:
         """Aborts what still runs; gives the connection back if all has been said."""
-        if self._is_complete:
-            with suppress(TimeoutError, DiptychError):
-                async with asyncio.timeout(END_OF_STREAM_S):
-                    await anext(self._rest, None)
-        await self._stack.aclose()
+        try:
+            if self._is_complete:
+                with suppress(TimeoutError, DiptychError):
+                    async with asyncio.timeout(END_OF_STREAM_S):
+                        await anext(self._rest, None)
+        finally:
+            await self._stack.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +129,11 @@ class Generator:
         return list(served.values())
 
     def served(self, model: str) -> ServedModel:
-        return next(each for each in self.models() if each.id == model)
+        """Raises ModelNotFound: it may have gone since `model` said its name."""
+        served = next((each for each in self.models() if each.id == model), None)
+        if served is None:
+            raise ModelNotFound(f"the model {model!r} is not served any more", param="model")
+        return served
 
     def model(self, name: str | None) -> str:
         """The served model that a request means; a request without a name means the first one.
@@ -146,12 +168,14 @@ class Generator:
         affinity: bytes,
         request_id: str,
         on_started: Callable[[Started], None] = lambda _: None,
+        avoid: Replica[ModelInfo] | None = None,
     ) -> Generation:
         """A generation with its first token. Raises whatever the last engine refused it with.
 
         An engine that takes nothing (leaving, full) is passed over; one that breaks is replaced once.
 
         on_started   hears of the prompt before anything of the answer is read; what it raises ends the request
+        avoid        an engine that is asked only if there is no other
         """
 
         async def work(replica: Replica[ModelInfo], num_tries: int) -> Generation:
@@ -161,7 +185,7 @@ class Generator:
             asked = request.model_copy(update={"request_id": attempt, "adapter": adapter})
             return await self._open_on(replica, asked, request_id, on_started)
 
-        return await self._on_an_engine(model, affinity, work, priority=request.priority)
+        return await self._on_an_engine(model, affinity, work, priority=request.priority, avoid=avoid, is_all=False)
 
     def check_room(self, model: str, priority: int) -> None:
         """Raises Overloaded if all engines have said that they would refuse it: to be asked before anything is spent
@@ -191,11 +215,14 @@ class Generator:
         work: Callable[[Replica[ModelInfo], int], Awaitable[Result]],
         *,
         priority: int | None = None,
+        avoid: Replica[ModelInfo] | None = None,
+        is_all: bool = True,
     ) -> Result:
         """priority   None: it waits in no queue"""
 
         def choose(tried: list[Replica[ModelInfo]], failure: DiptychError) -> Replica[ModelInfo] | None:
             others = self._engines(model, tried)
+            others = [each for each in others if each is not avoid] or others
             if priority is not None:
                 if not tried:
                     self.check_room(model, priority)
@@ -203,7 +230,7 @@ class Generator:
             return self._pool.least_loaded(others, affinity) or self._again(tried, failure)
 
         nobody = NotReady(f"no text engine that serves {model!r} is ready", retry_after_s=RETRY_AFTER_S)
-        return await on_a_replica(self._pool, choose, work, nobody=nobody)
+        return await on_a_replica(self._pool, choose, work, nobody=nobody, is_all=is_all)
 
     def _engines(self, model: str, tried: Sequence[Replica[ModelInfo]] = ()) -> list[Replica[ModelInfo]]:
         return self._pool.available(tried, lambda info: info.serves(model))
@@ -248,5 +275,5 @@ class Generator:
         except BaseException:
             await stack.aclose()
             raise
-        where = f"text_engine-{replica.number}"
-        return Generation(started, first, events, stack, asked_at=asked_at, where=where)
+        note = partial(self._pool.note, replica)
+        return Generation(started, first, events, stack, replica=replica, asked_at=asked_at, note=note)

@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from services.gateway.chat import Chat, RunningChat
-from services.gateway.generation import AnswerCut
 from services.gateway.responses_chat import in_the_clients_words, to_chat
 from services.gateway.responses_events import ResponseEvents
 from services.gateway.responses_output import Output
 from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.streaming import AnswerStream
 from services.gateway.trace import Trace
+from services.gateway.whole_answers import Avoid, read_whole
 from shared.wire import Finished
 
 
@@ -25,10 +25,9 @@ class Responses:
 
     async def complete(self, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
         """The whole answer as one body; as in a chat, an engine that breaks over it is replaced once."""
-        try:
-            return await self._read_whole(await self._start(body, trace), body, trace)
-        except AnswerCut:
-            return await self._read_whole(await self._start(body, trace), body, trace)
+        return await read_whole(
+            lambda avoid: self._start(body, trace, avoid=avoid), lambda chat: self._read_whole(chat, body, trace)
+        )
 
     async def _read_whole(self, chat: RunningChat, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
         output = Output(body, chat)
@@ -66,7 +65,7 @@ class Responses:
 
         return AnswerStream(frames(), close, error_frame=events.failure)
 
-    async def _start(self, body: ResponsesRequest, trace: Trace) -> RunningChat:
+    async def _start(self, body: ResponsesRequest, trace: Trace, *, avoid: Avoid = None) -> RunningChat:
         request, paths = to_chat(body)
         with in_the_clients_words(paths):
-            return await self._chat.start(request, trace)
+            return await self._chat.start(request, trace, avoid=avoid)

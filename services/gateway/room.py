@@ -21,7 +21,12 @@ class Room:
         self._believed_until = -math.inf
 
     def told(self, priority: int, room_in_s: float, now: float) -> None:
-        """The replica would let a request of this priority in after so many seconds; 0: at once."""
+        """The replica would let a request of this priority in after so many seconds; 0: at once.
+
+        How long the less urgent have to wait says nothing to those for whom it was full already.
+        """
+        if room_in_s > 0 and self.is_full(now) and priority > self._priority:
+            return
         if room_in_s > 0:
             self._priority = min(priority, self._priority) if self.is_full(now) else priority
             self._opens_at = now + room_in_s

@@ -188,7 +188,11 @@ def test_an_engine_that_fails_before_its_first_token_is_replaced_once(stack: Sta
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/responses", {"input": "hi there", "store": False})],
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/responses", {"input": "hi there", "store": False}),
+        ("/v1/completions", {"prompt": "hi there"}),
+    ],
 )
 def test_a_whole_answer_that_breaks_in_the_middle_is_asked_for_once_more(stack: Stack, path: str, body: dict[str, Any]):
     """Nobody has seen any of it. A stream's reader has: see `test_an_engine_that_breaks_midway…`."""
@@ -203,6 +207,19 @@ def test_a_whole_answer_that_breaks_in_the_middle_is_asked_for_once_more(stack: 
         assert answer.result().status_code == 200, answer.result().text
     assert " ".join(WORDS) in answer.result().text
     assert sum(len(engine.requests) for engine in stack.engines) == 2
+
+
+@pytest.mark.parametrize(
+    "script", [EngineScript(cut_after=2), EngineScript(fail=NotReady("the engine's thread has died"), fail_after=2)]
+)
+def test_an_engine_that_breaks_every_answer_in_the_middle_is_replaced_and_soon_left_alone(script: EngineScript):
+    with running_stack(num_engines=2) as stack:
+        stack.engines[0].script = script
+        for number in range(24):
+            answer = stack.chat([{"role": "user", "content": f"question {number}"}])
+            assert answer.status_code == 200, answer.text
+        assert 1 <= len(stack.engines[0].requests) <= 3
+        assert len(stack.engines[1].requests) == 24
 
 
 def test_engines_and_encoders_that_take_nothing_are_passed_over_until_one_does():
