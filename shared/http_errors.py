@@ -40,7 +40,14 @@ def error_response(error: DiptychError) -> Response:
 
 def wire_error(error: DiptychError) -> WireError:
     """The same error as an event of a stream."""
-    return WireError(status=error.status, message=error.message, type=error.type, code=error.code, param=error.param)
+    return WireError(
+        status=error.status,
+        message=error.message,
+        type=error.type,
+        code=error.code,
+        param=error.param,
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def install_error_handlers(app: FastAPI) -> None:

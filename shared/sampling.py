@@ -17,6 +17,8 @@ MAX_CONSTRAINT_CHARS = 2**18
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 200_000  # in one answer, all its prompts together: some 20 MB of JSON
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 200
 MAX_CHOICES = 16
 MAX_SEED = 2**63 - 1
 # Field -> the least and the most that is allowed, None for no limit. The gateway's OpenAPI document tells them, too.
@@ -73,6 +75,8 @@ class SamplingParams:
     top_k               0 or -1: off
     repetition_penalty  [0.01, 10]; over prompt and output text tokens, image placeholders excluded
     logit_bias          token id -> [-100, 100]
+    allowed_token_ids   no other token comes, end-of-sequence neither; empty: all may
+    bad_words           texts whose tokens never come in a row; other spellings in tokens are not caught
     logprobs            None: none; k: the sampled token's and the k best tokens' log-probabilities
     prompt_logprobs     the same for the tokens of the prompt, each given those before it
     extra_args          for the operator's logits processors: the name of one -> its arguments
@@ -93,6 +97,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -119,6 +125,8 @@ class SamplingParams:
             _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
         _tuple("stop", self.stop)
         _tuple("stop_token_ids", self.stop_token_ids)
+        _tuple("allowed_token_ids", self.allowed_token_ids)
+        _tuple("bad_words", self.bad_words)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", param="stop")
         for text in self.stop:
@@ -126,6 +134,18 @@ class SamplingParams:
                 raise InvalidRequest(f"stop holds {text!r}; a stop string needs at least one character", param="stop")
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, None)
+        for token_id in self.allowed_token_ids:
+            _whole("allowed_token_ids", token_id, 0, None)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"bad_words has {len(self.bad_words)} words; at most {MAX_BAD_WORDS}", param="bad_words"
+            )
+        for word in self.bad_words:
+            if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+                shown = repr(word) if len(repr(word)) < 80 else f"a text of {len(word)} characters"
+                raise InvalidRequest(
+                    f"bad_words holds {shown}; a word has 1 to {MAX_BAD_WORD_CHARS} characters", param="bad_words"
+                )
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, param="top_logprobs")
         if self.prompt_logprobs is not None:

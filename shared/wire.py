@@ -56,13 +56,17 @@ class Spoken(WireModel):
 
 
 class WireError(WireModel):
-    """An error inside an event stream, where the HTTP status is already spent."""
+    """An error inside an event stream, where the HTTP status is already spent.
+
+    retry_after_s   when the same request may be repeated; None: nobody knows, or the service is older than the field
+    """
 
     status: int
     message: str
     type: str
     code: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class StageSpan(WireModel):

@@ -6,6 +6,7 @@ server does not have is refused by name: an answer that silently ignores it woul
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -192,6 +193,8 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] = {}
     stop: Annotated[list[str], FailFast(), BeforeValidator(_stop_is_list, json_schema_input_type=str | list[str])] = []
     stop_token_ids: Annotated[list[Int64], FailFast()] = []
+    allowed_token_ids: Annotated[list[Int64], FailFast()] = []
+    bad_words: Annotated[list[str], FailFast()] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -224,6 +227,8 @@ class GenerationBody(Body):
             logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()},
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
+            allowed_token_ids=tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
@@ -323,6 +328,8 @@ _NOT_YET: Final[dict[str, tuple[JsonValue, ...]]] = {
     "best_of": (1,),
     "chat_template": ("",),
     "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+    "truncate_prompt_tokens": (),
     "add_generation_prompt": (True,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -339,7 +346,7 @@ def refuse_unsupported(body: dict[str, Any], harmless: Mapping[str, tuple[JsonVa
     for name in body.keys() & harmless.keys():
         value = body[name]
         if value is not None and value not in harmless[name]:
-            allowed = " or ".join(repr(choice) for choice in harmless[name]) or "null"
+            allowed = " or ".join(json.dumps(choice) for choice in harmless[name]) or "null"
             raise UnsupportedFeature(
                 f"{name} is not supported with this value; leave it out or send {allowed}", param=name
             )

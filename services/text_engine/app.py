@@ -85,7 +85,8 @@ def create_app(settings: TextEngineSettings) -> FastAPI:
 
 
 def run(settings: TextEngineSettings) -> None:
-    """Serve until SIGTERM; running answers may finish within `drain_timeout_s`."""
+    """Serve until SIGTERM; running answers may finish within `drain_timeout_s`. A step that hangs even then is left
+    behind: the process ends with status 1."""
     configure_logging("text-engine", settings.log_level, settings.log_format)
     # The engine's thread must get the interpreter back soon after each kernel; the default lets the event loop keep it
     # for 5 ms, which is a tenth of a step.
@@ -106,8 +107,10 @@ def run(settings: TextEngineSettings) -> None:
             identities=app.state.identities,
         )
     finally:
-        if settings.tensor_parallel_size > 1 and getattr(app.state, "failed", False):
-            end_without_cleanup(1)  # a thread may be waiting, for good, for a process that shared the model
+        service = getattr(app.state, "service", None)
+        is_hanging = service is not None and service.is_hanging
+        if is_hanging or (settings.tensor_parallel_size > 1 and getattr(app.state, "failed", False)):
+            end_without_cleanup(1)  # a thread may be waiting, for good, for a device or a process that shared the model
 
 
 async def _load_or_die(app: FastAPI, service: TextEngineService) -> None:

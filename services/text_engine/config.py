@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.log import LogFormat
 from shared.reasoning import ReasoningFormat
+from shared.resources import MAX_THREADS
 from shared.service_token import ServiceTokens
 from shared.settings import Names, RedisUrl
 from shared.sizes import ByteSize, Size
@@ -59,7 +60,10 @@ class TextEngineSettings(BaseSettings):
         description="auto: Triton's kernels on a GPU, the compiled ones on a CPU where they are, else plain PyTorch",
     )
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the model, shared by its ranks; default: $OMP_NUM_THREADS or all"
+        None,
+        ge=1,
+        le=MAX_THREADS,
+        description="CPU threads of the model, shared by its ranks; default: $OMP_NUM_THREADS or all",
     )
     model_implementation: Literal["auto", "native", "transformers"] = Field(
         "auto",

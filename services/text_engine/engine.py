@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from services.text_engine.runner.grammar import GrammarCompiler
 from services.text_engine.runner.logits_processors import LogitsProcessors
 from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.tensor_parallel import RankFailed
+from services.text_engine.runner.token_bans import NOTHING_LEFT, token_bans
 from services.text_engine.tokenizer import Tokenizer
 from shared.errors import ContextTooLong, DiptychError, InvalidRequest
 from shared.hashing import digest
@@ -221,6 +223,7 @@ class Engine:
             if adapter is not None:
                 sequence.adapter, sequence.adapter_key = adapter.number, adapter.identity.key
             sequence.processors = self.processors.for_request(sampling.extra_args, request.token_ids)
+            sequence.bans = token_bans(sampling, self.tokenizer, self.vocab_size)
             detokenizer = Detokenizer(
                 self.tokenizer,
                 stop=sampling.stop,
@@ -422,13 +425,15 @@ class Engine:
                 f"room for {max_span} (max_num_batched_tokens less max_num_seqs, plus one)",
                 param="messages",
             )
-        for name, token_ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            token_ids: Iterable[int] = getattr(sampling, name)
             bad = next((token_id for token_id in token_ids if token_id >= self.vocab_size), None)
             if bad is not None:
                 raise InvalidRequest(f"{name} names token {bad}; ids go from 0 to {self.vocab_size - 1}", param=name)
         if request.adapter is not None:
             self.adapters.find(request.adapter)
         self.processors.for_request(sampling.extra_args, request.token_ids)
+        token_bans(sampling, self.tokenizer, self.vocab_size)
         self.queue.check(request.priority, sampling.n)
         if sampling.constraint is not None:
             self.grammars.check(sampling.constraint, request.reasoning)
@@ -457,4 +462,6 @@ def _sampling_error(sequence: Sequence, reason: str) -> DiptychError:
     constraint, token_filter = sequence.sampling.constraint, sequence.token_filter
     if constraint is not None and token_filter is not None and token_filter.problem == reason:
         return InvalidRequest(f"{constraint.param}: {reason}; make it simpler", param=constraint.param)
+    if reason == NOTHING_LEFT:
+        return InvalidRequest(reason, param="allowed_token_ids" if sequence.sampling.allowed_token_ids else "bad_words")
     return DiptychError(reason)

@@ -67,12 +67,19 @@ class EngineThread:
         self._thread.start()
         return self._built
 
-    def stop(self) -> None:
-        """Finish the current step and end the thread; waits for it, unless it is known to be stuck."""
+    def stop(self, step_timeout_s: float) -> bool:
+        """Finish the current step and end the thread. Waits for what is left of the time that a step may take, and at
+        least `STUCK_TIMEOUT_S`. False: the thread hangs, and goes on hanging until the process ends.
+        """
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        self._thread.join(STUCK_TIMEOUT_S if self._has_died else None)
+        left_s = 0.0 if self._has_died else step_timeout_s - self.seconds_in_step()
+        self._thread.join(max(STUCK_TIMEOUT_S, left_s))
+        if not self._thread.is_alive():
+            return True
+        log.error("the engine's thread hangs and is given up", seconds_in_step=round(self.seconds_in_step(), 1))
+        return False
 
     @property
     def is_alive(self) -> bool:
@@ -89,8 +96,11 @@ class EngineThread:
             self._commands.append(command)
             self._wake.notify()
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request; a refusal arrives as its RequestFailed."""
+    def add(self, request: EngineRequest, on_added: Callable[[], None] = lambda: None) -> None:
+        """Queue a request; a refusal arrives as its RequestFailed.
+
+        on_added   called in the thread as soon as the request is queued or refused; not at all if the thread ends first
+        """
 
         def command(engine: Engine) -> list[EngineOutput]:
             try:
@@ -101,6 +111,8 @@ class EngineThread:
                 log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
                 reason = "the engine failed on this request; the log has the details"
                 return [RequestFailed(request.request_id, DiptychError(reason))]
+            finally:
+                on_added()
             return []
 
         self.submit(command)

@@ -15,6 +15,7 @@ from services.text_engine.adapter_control import AdapterControl
 from services.text_engine.build import BuiltEngine, build_engine
 from services.text_engine.cache_control import CacheControl
 from services.text_engine.config import TextEngineSettings
+from services.text_engine.core.queue_limit import Newcomers
 from services.text_engine.embedding_fetcher import EmbeddingFetcher
 from services.text_engine.engine import (
     Engine,
@@ -43,7 +44,7 @@ from shared.errors import (
 from shared.log import get_logger
 from shared.metrics import watch_certificates
 from shared.peer_names import PeerNames
-from shared.sampling import Constraint, SamplingParams
+from shared.sampling import WHOLE_RANGES, Constraint, SamplingParams
 from shared.service_client import ServiceClient
 from shared.state import EngineState
 from shared.tls import Tls
@@ -81,13 +82,14 @@ class TextEngineService:
         watch_certificates(self.metrics.registry, (tls,))
         self.load_error: Exception | None = None
         self.is_draining = False
+        self.is_hanging = False  # after `close`: the engine's thread could not be ended, and ends with the process
         self._loop = asyncio.get_running_loop()
         self._built: BuiltEngine | None = None
         self._thread: EngineThread | None = None
         self._fetcher: EmbeddingFetcher | None = None
         self._http = ServiceClient(tls=tls, names=PeerNames(settings.tls_server_name), tokens=settings.service_token)
         self._cache = EmbeddingCache(settings.redis_url, op_timeout_s=settings.redis_timeout_s, tls=tls)
-        self._num_preparing = 0
+        self._newcomers = Newcomers()
         self._streams: dict[str, asyncio.Queue[EngineOutput]] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -129,8 +131,10 @@ class TextEngineService:
         )
 
     async def close(self) -> None:
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.stop)
+        if self._thread is not None and self._built is not None:
+            self.is_hanging = not await asyncio.to_thread(self._thread.stop, self.settings.step_timeout_s)
+            if self.is_hanging:  # its thread will not do it
+                await asyncio.to_thread(self._built.engine.close)
         for task in self._fetches:
             task.cancel()
         await self._http.aclose()
@@ -199,8 +203,14 @@ class TextEngineService:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def room_in_s(self, priority: int) -> float:
-        """When another request of this priority would be queued; 0: at once."""
-        return 0.0 if self._built is None else self._built.engine.queue.room_in_s(priority, self._num_preparing)
+        """When another request of this priority, for one answer, would be queued; 0: at once.
+
+        Not for several answers, whoever asks: gateways take it to hold for every request of the priority, and one that
+        wants many places must not close a queue that has a few.
+        """
+        if self._built is None:
+            return 0.0
+        return self._built.engine.queue.room_in_s(priority, num_newcomers=self._newcomers.num)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
         """Run one request. Errors known beforehand are raised before the first event, later ones are the last event.
@@ -209,26 +219,9 @@ class TextEngineService:
         """
         arrived_at = time.monotonic()
         built = self._require_built()
-        # Before anything is spent on the prompt: under overload refusals are most of what there is to say.
-        try:
-            built.engine.queue.check(request.priority, num_preparing=self._num_preparing)
-        except Overloaded:
-            self.metrics.refused.inc()
-            raise
-        self._num_preparing += 1
-        try:
-            engine_request = await asyncio.to_thread(_prepare, built, request)
-        finally:
-            self._num_preparing -= 1
-        self._require_built()  # it may have fallen asleep meanwhile
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        outputs = self._streams[request.request_id] = asyncio.Queue()
-        self._is_idle.clear()
+        engine_request, outputs = await self._take_in(built, request)
         is_over = False
         try:
-            assert self._thread is not None
-            self._thread.add(engine_request)
             num_prompt_tokens = len(engine_request.token_ids)
             yield Started(
                 num_prompt_tokens=num_prompt_tokens,
@@ -257,6 +250,36 @@ class TextEngineService:
                 self.abort(request.request_id)
             if not self._streams:
                 self._is_idle.set()
+
+    async def _take_in(
+        self, built: BuiltEngine, request: GenerateRequest
+    ) -> tuple[EngineRequest, asyncio.Queue[EngineOutput]]:
+        """Let a request in, prepare it and hand it to the engine's thread. Counted as a newcomer until it is queued
+        there, which may take as long as the current step."""
+        leave = self._let_in(built, request)
+        try:
+            engine_request = await asyncio.to_thread(_prepare, built, request)
+            self._require_built()  # it may have fallen asleep meanwhile
+            if request.request_id in self._streams:
+                raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+            assert self._thread is not None
+            self._thread.add(engine_request, on_added=leave)
+        except BaseException:
+            leave()
+            raise
+        outputs = self._streams[request.request_id] = asyncio.Queue()
+        self._is_idle.clear()
+        return engine_request, outputs
+
+    def _let_in(self, built: BuiltEngine, request: GenerateRequest) -> Callable[[], None]:
+        """Before anything is spent on the prompt: under overload refusals are most of what there is to say."""
+        num_choices = _num_choices(request)
+        try:
+            built.engine.queue.check(request.priority, num_choices, self._newcomers.num)
+        except Overloaded:
+            self.metrics.refused.inc()
+            raise
+        return self._newcomers.enter(num_choices)
 
     def _history(self, request: EngineRequest, finished: RequestFinished, arrived_at: float) -> dict[str, Any]:
         return {
@@ -340,10 +363,13 @@ class TextEngineService:
             with self._fetch_log.fetching(ref.image_key) as fetch:
                 rows, fetch.source = await self._fetcher.fetch(ref)
                 source = fetch.source
-        except DiptychError as caught:
-            error = caught  # the name of an except clause does not outlive it
+        except DiptychError as error:
             log.warning("no embedding for an image", image_key=ref.image_key[:12], reason=error.message)
-            self._thread.submit(lambda engine: engine.image_failed(ref, error))
+            self._thread.submit(partial(Engine.image_failed, ref=ref, error=error))
+        except Exception as error:
+            log.error("fetching an embedding failed", image_key=ref.image_key[:12], exc_info=error)
+            reason = "the engine failed to fetch an image's embedding; the log has the details"
+            self._thread.submit(partial(Engine.image_failed, ref=ref, error=DiptychError(reason)))
         else:
             self._thread.submit(lambda engine: engine.put_image(ref.image_key, rows))
         finally:
@@ -363,11 +389,17 @@ def _traced(model: str, finished: RequestFinished) -> Attributes:
     }
 
 
+def _num_choices(request: GenerateRequest) -> int:
+    """Before its sampling fields are checked; 1 for a number that will be refused."""
+    given, (least, most) = request.sampling.get("n"), WHOLE_RANGES["n"]
+    return given if type(given) is int and least <= given and (most is None or given <= most) else 1
+
+
 def sampling_params(request: GenerateRequest) -> SamplingParams:
     """The request's sampling fields, checked. Raises InvalidRequest naming the field."""
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     given = {name: value for name, value in request.sampling.items() if name in known}
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
         if isinstance(given.get(name), list):
             given[name] = tuple(given[name])
     if "logit_bias" in given:

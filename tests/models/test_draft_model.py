@@ -234,6 +234,31 @@ def test_asleep_it_gives_its_memory_back_and_awake_it_is_right_again(llama: Path
     check_all_held(driver, at_least=24)
 
 
+def test_a_wake_without_room_for_it_leaves_the_engine_asleep_and_the_next_wake_whole(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    driver = driver_with(llama, llama)
+    before = driver.generate(tokens(40), max_tokens=20)
+    runner = driver.engine.runner
+    size_bytes = runner.kv_cache_bytes
+    driver.engine.sleep()
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for the draft model's cache")
+
+    monkeypatch.setattr(runner._draft, "restore_kv_cache", fail)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            driver.engine.wake()
+        assert runner.kv_cache_bytes == 0
+    monkeypatch.undo()
+    driver.engine.wake()
+    assert runner.kv_cache_bytes == size_bytes
+    assert driver.generate(tokens(40), max_tokens=20).token_ids == before.token_ids
+    with pytest.raises(AssertionError, match="not released"):
+        runner._forward_pass.restore_kv_cache([])
+
+
 def test_its_steps_run_as_graphs_and_its_prompts_do_not(llama: Path):
     driver = driver_with(llama, llama)
     capture = Rerun()

@@ -25,6 +25,8 @@ from shared.errors import (
     UpstreamFailed,
     error_from_body,
 )
+from shared.http_errors import wire_error
+from shared.wire import WireError
 
 ALL_ERRORS = sorted(
     (cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, DiptychError)),
@@ -71,6 +73,17 @@ def test_an_error_survives_the_hop_to_another_service(cls: type[DiptychError]):
     assert type(received) is cls
     assert (received.message, received.param, received.retry_after_s) == ("what was wrong", "messages", 3.0)
     assert str(received) == "what was wrong"
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 4.2])
+def test_an_error_event_says_when_to_come_back_if_anybody_knows(retry_after_s: float | None):
+    event = wire_error(Overloaded("full", retry_after_s=retry_after_s))
+    assert WireError.model_validate_json(event.model_dump_json(exclude_none=True)).retry_after_s == retry_after_s
+
+
+def test_an_error_event_of_an_older_service_says_no_time():
+    older = {"status": 503, "message": "full", "type": "overloaded_error", "code": "overloaded"}
+    assert WireError.model_validate(older).retry_after_s is None
 
 
 @pytest.mark.parametrize("cls", ALL_ERRORS)

@@ -68,6 +68,8 @@ def test_what_is_not_a_finite_number_is_refused(field: str, value: bytes):
         {"stop": ["a", ""]},
         {"stop": 7},
         {"stop_token_ids": [-1]},
+        {"allowed_token_ids": [-1]},
+        {"bad_words": [""]},
         {"min_tokens": 5, "max_tokens": 4},
         {"stream": "yes"},
         {"priority": 2**40},
@@ -321,6 +323,8 @@ def test_top_logprobs_needs_logprobs():
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "x"}},
         {"best_of": 3},
+        {"truncate_prompt_tokens": 10},
+        {"mm_processor_kwargs": {"num_crops": 4}},
         {"chat_template": "{{x}}"},
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from services.text_engine.core.queue_limit import DRAINED_SHARE, RETRY_FULL_S, QueueLimit
+from services.text_engine.core.queue_limit import DRAINED_SHARE, RETRY_FULL_S, Newcomers, QueueLimit
 from shared.errors import Overloaded
 from tests.unit.test_scheduler import CAT, Driver, Images, make_sequence, picture_question
 
@@ -49,8 +51,8 @@ def test_those_behind_a_newcomer_do_not_count():
 def test_requests_that_were_let_in_and_are_not_queued_yet_count():
     _, queue = served_one_by_one(3, max_queue_wait_s=8.0)
     with pytest.raises(Overloaded):
-        queue.check(0, num_preparing=3)
-    assert queue.room_in_s(0, num_preparing=3) > 0
+        queue.check(0, num_newcomers=3)
+    assert queue.room_in_s(0, num_newcomers=3) > 0
 
 
 def test_who_waits_for_a_picture_is_in_nobodys_way():
@@ -84,6 +86,53 @@ def test_the_number_of_those_that_wait_is_bounded_too():
     assert queue.room_in_s(0) == RETRY_FULL_S
     with pytest.raises(Overloaded):
         queue.check(0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    num_waiting=st.integers(0, 8),
+    max_waiting_requests=st.integers(1, 12),
+    max_queue_wait_s=st.sampled_from([0.5, 4.0, 8.0, 1e9]),
+    priority=st.integers(-1, 1),
+    num_choices=st.integers(1, 6),
+    num_newcomers=st.integers(0, 6),
+)
+def test_there_is_room_at_once_exactly_for_those_that_are_let_in(
+    num_waiting: int,
+    max_waiting_requests: int,
+    max_queue_wait_s: float,
+    priority: int,
+    num_choices: int,
+    num_newcomers: int,
+):
+    _, queue = served_one_by_one(num_waiting, max_queue_wait_s=max_queue_wait_s)
+    queue.max_waiting_requests = max_waiting_requests
+    room_in_s = queue.room_in_s(priority, num_choices, num_newcomers)
+    if room_in_s == 0:
+        queue.check(priority, num_choices, num_newcomers)
+        return
+    with pytest.raises(Overloaded) as refusal:
+        queue.check(priority, num_choices, num_newcomers)
+    assert refusal.value.retry_after_s == room_in_s > 0
+
+
+def test_there_is_room_for_one_where_there_is_none_for_two():
+    driver = Driver()
+    queue = QueueLimit(driver.scheduler, max_waiting_requests=2)
+    driver.add(make_sequence("a", 5))
+    assert queue.room_in_s(0, num_choices=1) == 0
+    assert queue.room_in_s(0, num_choices=2) == RETRY_FULL_S
+
+
+def test_a_newcomer_is_counted_until_it_leaves_and_leaves_once():
+    newcomers = Newcomers()
+    leave, other = newcomers.enter(3), newcomers.enter(1)
+    assert newcomers.num == 4
+    leave()
+    leave()
+    assert newcomers.num == 1
+    other()
+    assert newcomers.num == 0
 
 
 def test_without_a_bound_in_time_everybody_may_wait():

@@ -6,7 +6,9 @@ An answer that comes too late costs as much as one in time, and makes everybody 
 from __future__ import annotations
 
 import math
-from typing import Final
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from services.text_engine.core.queue_wait import QueueWait
 from services.text_engine.core.scheduler import Scheduler
@@ -14,6 +16,42 @@ from shared.errors import Overloaded
 
 RETRY_FULL_S: Final = 2.0  # to come back after, where only the number is too high
 DRAINED_SHARE: Final = 0.1  # of a full queue, before more are asked for
+
+
+class Verdict(NamedTuple):
+    """What a newcomer is told.
+
+    room_in_s   when it should try, if nobody else came: 0 is now
+    reason      why not now; "" where there is room
+    """
+
+    room_in_s: float
+    reason: str = ""
+
+
+class Newcomers:
+    """Counts the sequences that were let in and are not in the scheduler's queue yet; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num = 0
+
+    @property
+    def num(self) -> int:
+        return self._num
+
+    def enter(self, num_choices: int) -> Callable[[], None]:
+        """Count so many more until the returned function is called; calling it again changes nothing."""
+        with self._lock:
+            self._num += num_choices
+        remaining = [num_choices]
+
+        def leave() -> None:
+            with self._lock:
+                self._num -= remaining[0]
+                remaining[0] = 0
+
+        return leave
 
 
 class QueueLimit:
@@ -39,39 +77,42 @@ class QueueLimit:
         num_queued = sum(sequence.awaited_image is None for sequence in self._scheduler.waiting)
         self._estimate.note_step(seconds, num_started, num_queued)
 
-    def wait_s(self, priority: int, num_preparing: int = 0) -> float:
-        """Expected wait of a newcomer; 0 while too little is known.
+    def wait_s(self, priority: int, num_newcomers: int = 0) -> float:
+        """Expected wait of another newcomer; 0 while too little is known.
 
-        num_preparing   requests that have been let in and will be queued before it
+        num_newcomers   sequences that have been let in and will be queued before it
         """
-        return self._estimate.seconds(self._num_ahead(priority, num_preparing))
+        return self._estimate.seconds(self._num_ahead(priority, num_newcomers))
 
-    def room_in_s(self, priority: int, num_preparing: int = 0) -> float:
-        """When a newcomer should try, if nobody else came: 0 is now. A full queue has to drain a little first, or there
-        would be a refusal for every place that becomes free."""
-        if len(self._scheduler.waiting) + num_preparing >= self.max_waiting_requests:
-            return RETRY_FULL_S
-        excess_s = self.wait_s(priority, num_preparing) - self.max_queue_wait_s
-        return excess_s + DRAINED_SHARE * self.max_queue_wait_s if excess_s > 0 else 0.0
+    def room_in_s(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> float:
+        """When a newcomer should try, if nobody else came: 0 is now, where `check` lets it in."""
+        return self.verdict(priority, num_choices, num_newcomers).room_in_s
 
-    def check(self, priority: int, num_choices: int = 1, num_preparing: int = 0) -> None:
+    def check(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> None:
         """Raises Overloaded where there is no room for a newcomer."""
-        num_waiting = len(self._scheduler.waiting) + num_preparing
-        if num_waiting + num_choices > self.max_waiting_requests:
-            raise Overloaded(
-                f"{num_waiting} requests are waiting; this server queues {self.max_waiting_requests}",
-                retry_after_s=RETRY_FULL_S,
-            )
-        room_in_s = self.room_in_s(priority, num_preparing)
-        if room_in_s > 0:
-            num_ahead = self._num_ahead(priority, num_preparing)
-            raise Overloaded(
-                f"{num_ahead} requests are ahead, about {self._estimate.seconds(num_ahead):.0f} s; this server lets "
-                f"nobody wait longer than {self.max_queue_wait_s:g} s",
-                retry_after_s=max(1.0, room_in_s),
-            )
+        verdict = self.verdict(priority, num_choices, num_newcomers)
+        if verdict.reason:
+            raise Overloaded(verdict.reason, retry_after_s=verdict.room_in_s)
 
-    def _num_ahead(self, priority: int, num_preparing: int) -> int:
+    def verdict(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> Verdict:
+        """On a newcomer of so many sequences. A full queue has to drain a little first, or there would be a refusal for
+        every place that becomes free."""
+        num_waiting = len(self._scheduler.waiting) + num_newcomers
+        if num_waiting + num_choices > self.max_waiting_requests:
+            return Verdict(
+                RETRY_FULL_S, f"{num_waiting} requests are waiting; this server queues {self.max_waiting_requests}"
+            )
+        num_ahead = self._num_ahead(priority, num_newcomers)
+        wait_s = self._estimate.seconds(num_ahead)
+        if wait_s <= self.max_queue_wait_s:
+            return Verdict(0.0)
+        return Verdict(
+            wait_s - self.max_queue_wait_s + DRAINED_SHARE * self.max_queue_wait_s,
+            f"{num_ahead} requests are ahead, about {wait_s:.0f} s; this server lets nobody wait longer than "
+            f"{self.max_queue_wait_s:g} s",
+        )
+
+    def _num_ahead(self, priority: int, num_newcomers: int) -> int:
         """Whoever waits for a picture is overtaken."""
         waiting = self._scheduler.waiting
-        return num_preparing + sum(s.awaited_image is None and s.priority <= priority for s in waiting)
+        return num_newcomers + sum(s.awaited_image is None and s.priority <= priority for s in waiting)

@@ -65,7 +65,7 @@ class ImageSpan:
 
 
 class RowProcessor(Protocol):
-    """The operator's own changes of one sequence's logits: carried here, used in runner/logits_processors.py."""
+    """Changes of one sequence's logits: carried here, made in runner/logits_processors.py and runner/token_bans.py."""
 
     @property
     def apply(self) -> Callable[..., None]:
@@ -105,7 +105,8 @@ class Sequence:
     num_cached_tokens   prompt tokens found in the prefix cache when first scheduled; None until then
     block_hashes        chain hashes of the leading full blocks, computed as far as somebody asked
     token_filter        None: every token may come next
-    processors          None: nobody changes its logits
+    processors          None: no operator's class changes its logits
+    bans                None: the request forbids no token
     prompt_logprobs     of tokens 1, 2 … of the prompt as far as they are computed, if they are wanted
     awaited_image       what kept it from starting when it was last tried
     lookup              guesses at its next tokens; made when somebody first asks
@@ -132,6 +133,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     token_filter: TokenFilter | None = None
     processors: RowProcessor | None = None
+    bans: RowProcessor | None = None
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     awaited_image: ImageSpan | None = None
     lookup: PromptLookup | None = None
@@ -139,7 +141,7 @@ class Sequence:
 
     def drop_helpers(self) -> None:
         """Its request is over: whoever still remembers the sequence keeps nothing large alive."""
-        self.token_filter = self.processors = self.lookup = self.draft_progress = None
+        self.token_filter = self.processors = self.bans = self.lookup = self.draft_progress = None
         self.prompt_logprobs = []  # a new list: the old one may be on its way to the client
 
     @property

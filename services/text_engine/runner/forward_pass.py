@@ -59,6 +59,7 @@ class ForwardPass:
 
     def restore_kv_cache(self, kv_caches: list[torch.Tensor]) -> None:
         """Go on with new caches of the same shapes; without any, as before, if the graphs cannot be captured."""
+        assert not self._kv_caches, "the KV cache was not released"
         self._kv_caches += kv_caches
         if self._capture_again is not None:
             try:

@@ -43,7 +43,7 @@ from services.text_engine.runner.tensor_parallel import ProcessRanks
 from shared.cuda_capture import CudaCapture
 from shared.device import choose_device, choose_dtype
 from shared.log import get_logger
-from shared.resources import available_cores
+from shared.resources import default_threads
 from shared.settings_errors import SettingRefused
 from shared.sizes import format_size, parse_size
 from shared.torch_io import dtype_name
@@ -280,7 +280,7 @@ def _max_graph_tokens(settings: TextEngineSettings) -> int:
 
 def _set_threads(num_threads: int | None, num_ranks: int) -> None:
     """The model's threads; ranks on one CPU share them."""
-    of_all_ranks = num_threads or int(os.environ.get("OMP_NUM_THREADS") or available_cores())
+    of_all_ranks = num_threads or default_threads()
     torch.set_num_threads(max(1, of_all_ranks // num_ranks))
 
 

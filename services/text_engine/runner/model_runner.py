@@ -87,9 +87,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def restore_kv_cache(self) -> None:
-        self._forward_pass.restore_kv_cache(self._allocate_kv_caches())
-        if self._draft is not None:
-            self._draft.restore_kv_cache()
+        """Allocate it again. Whatever is raised, out of memory above all, everything is released as before."""
+        try:
+            self._forward_pass.restore_kv_cache(self._allocate_kv_caches())
+            if self._draft is not None:
+                self._draft.restore_kv_cache()
+        except BaseException:
+            self.release_kv_cache()
+            raise
 
     def close(self) -> None:
         if self._workers is not None:

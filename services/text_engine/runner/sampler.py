@@ -15,6 +15,7 @@ import torch
 from services.text_engine.core.batch import Logprobs, SampledToken
 from services.text_engine.core.sequence import Sequence
 from services.text_engine.runner.device_sampling import DrawTokens, sampling_tensors, to_host
+from services.text_engine.runner.token_bans import NOTHING_LEFT
 from shared.sampling import SamplingParams
 
 _MASK = 2**64 - 1
@@ -69,7 +70,7 @@ class Sampler:
             rows = logits[special]
             for row, i in zip(rows, special, strict=True):
                 self._adjust(row, sequences[i])
-                if sequences[i].processors is not None:
+                if sequences[i].processors is not None or sequences[i].bans is not None:
                     errors[i] = _problem(sequences[i], bool(torch.isfinite(row.max())))
             if any(errors[i] is not None for i in special):
                 rows = rows[[errors[i] is None for i in special]]
@@ -137,6 +138,8 @@ class Sampler:
             row[self.banned_ids] = float("-inf")
         if sequence.token_filter is not None:
             row.masked_fill_(~torch.from_numpy(sequence.token_filter.allowed()).to(row.device), float("-inf"))
+        if sequence.bans is not None:
+            sequence.bans.apply(row, sequence.generated_token_ids)
         if sampling.logit_bias:
             known = {t: v for t, v in sampling.logit_bias.items() if t < self.vocab_size}
             ids = torch.tensor(list(known), dtype=torch.long, device=row.device)
@@ -214,6 +217,8 @@ class Sampler:
 
 def _problem(sequence: Sequence, is_finite: bool) -> str | None:
     """Why no token can be chosen for this row, if so."""
+    if not is_finite and sequence.bans is not None:
+        return NOTHING_LEFT
     if not is_finite:
         return NON_FINITE if sequence.processors is None else PROCESSED_AWAY
     return None if sequence.token_filter is None else sequence.token_filter.problem
@@ -224,6 +229,7 @@ def _needs_own_row(sequence: Sequence) -> bool:
     return (
         sequence.token_filter is not None
         or sequence.processors is not None
+        or sequence.bans is not None
         or not sampling.is_greedy
         or bool(sampling.logit_bias)
         or sampling.needs_token_counts
