@@ -14,12 +14,14 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
-_ADDING = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds to the stream goes through these
+_ADDING = ("self_attn.o_proj", "mlp.down_proj")  # what a layer adds to the stream goes through these
+_ADDING_TENSORS = {f".{name}.{kind}" for name in _ADDING for kind in ("weight", "bias")}
 
 
 def main() -> None:
@@ -32,7 +34,10 @@ def main() -> None:
 
 
 def deepen(folder: Path, out: Path, num_layers: int) -> None:
-    """Raises ValueError if the model has more layers than that, or layers of another kind."""
+    """Write the checkpoint `out`, in one file. The added layers are the first one again, but add zeros.
+
+    Raises ValueError if the model has more layers than that, or layers of another kind.
+    """
     config = json.loads((folder / "config.json").read_text())
     num_given = config["num_hidden_layers"]
     if num_layers < num_given:
@@ -41,19 +46,30 @@ def deepen(folder: Path, out: Path, num_layers: int) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
     first = [match for name in weights if (match := _LAYER.match(name)) and match[2] == "0"]
-    if not all(any(match[3] == f".{adding}" for match in first) for adding in _ADDING):
+    if not all(any(match[3] == f".{adding}.weight" for match in first) for adding in _ADDING):
         raise ValueError(f"{folder} has no layers with {' and '.join(_ADDING)}")
     for number in range(num_given, num_layers):
         for match in first:
             weight = weights[match[0]]
-            is_adding = match[3].removeprefix(".") in _ADDING
+            is_adding = match[3] in _ADDING_TENSORS
             weights[f"{match[1]}{number}{match[3]}"] = torch.zeros_like(weight) if is_adding else weight.clone()
     out.mkdir(parents=True)
     for file in folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
+        is_replaced = file.suffix == ".safetensors" or file.name.endswith(".index.json") or file.name == "config.json"
+        if file.is_file() and not is_replaced:
             shutil.copy(file, out)
-    (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}, indent=2))
+    (out / "config.json").write_text(json.dumps(_deepened(config, num_layers), indent=2))
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def _deepened(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """With lists that have an entry for every layer, such as layer_types, as long as that."""
+    num_given = config["num_hidden_layers"]
+    changes: dict[str, Any] = {"num_hidden_layers": num_layers}
+    for name, value in config.items():
+        if "layer" in name and isinstance(value, list) and len(value) == num_given:
+            changes[name] = value + value[:1] * (num_layers - num_given)
+    return config | changes
 
 
 if __name__ == "__main__":

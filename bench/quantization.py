@@ -81,7 +81,7 @@ def load(name: str, folder: Path, kind: str | None, kv_cache_dtype: Literal["aut
 
 
 def num_bytes(owners: Iterable[Any]) -> int:
-    """Of all tensors that the objects hold, each memory once."""
+    """Of all tensors that the objects hold, themselves or in lists, tuples and dicts; each memory once."""
     seen: set[int] = set()
     sizes: dict[int, int] = {}
     pending = list(owners)
@@ -95,6 +95,8 @@ def num_bytes(owners: Iterable[Any]) -> int:
             sizes[storage.data_ptr()] = storage.nbytes()
         elif isinstance(owner, (list, tuple)):
             pending += owner
+        elif isinstance(owner, dict):
+            pending += owner.values()
         elif type(owner).__module__.startswith("services."):
             pending += _attributes(owner)
     return sum(sizes.values())

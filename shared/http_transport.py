@@ -43,6 +43,9 @@ class HttpTransport(httpx.AsyncBaseTransport):
     """keepalive_s   how long an idle connection may be used again; below the 5 s after which many servers close one
     max_idle      connections to one origin that are kept for that
     tls           for https; None: the public authorities are trusted, and no certificate is shown
+
+    Of a request's timeouts `connect` is for a whole handshake, `write` for the whole request, and `read` for the head
+    of its answer and then for each further piece.
     """
 
     def __init__(self, *, keepalive_s: float = 4.0, max_idle: int = 256, tls: ssl.SSLContext | None = None) -> None:
@@ -53,18 +56,19 @@ class HttpTransport(httpx.AsyncBaseTransport):
         self._swept_at = time.monotonic()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises httpx.TransportError of the usual kinds."""
+        """Raises httpx.TransportError of the usual kinds; LocalProtocolError also for a body without a length."""
+        head = _head(request)
         timeouts = request.extensions.get("timeout", {})
         origin = Origin.of(request)
         body = await request.aread()
         connection = self._take(origin) or await self._connect(origin, timeouts.get("connect"))
         try:
-            await connection.ask(_head(request), body, timeouts.get("write"), timeouts.get("read"))
+            await connection.ask(head, body, timeouts.get("write"), timeouts.get("read"))
         except BaseException:
             connection.close()
             raise
         answer = _Answer(connection, timeouts.get("read"), lambda: self._give_back(origin, connection))
-        return httpx.Response(connection.status, headers=connection.headers, stream=answer)
+        return httpx.Response(connection.status, headers=connection.headers, stream=answer, request=request)
 
     async def aclose(self) -> None:
         self._max_idle = 0  # what is still in use is not kept afterwards
@@ -84,7 +88,7 @@ class HttpTransport(httpx.AsyncBaseTransport):
                 _, connection = await loop.create_connection(Connection, host, port, ssl=tls, server_hostname=tls_name)
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no connection to {host}:{port} within {timeout_s} s") from None
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # the others: of hosts and ports that nobody can have
             raise httpx.ConnectError(f"no connection to {host}:{port}: {error}") from error
         return connection
 
@@ -166,12 +170,19 @@ class Connection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
         # The answer may come before all is written: then it is a refusal.
-        await self._until(lambda: self._is_writable or self._has_head, write_timeout_s, httpx.WriteTimeout)
-        await self._until(lambda: self._has_head, read_timeout_s, httpx.ReadTimeout)
+        await self._until(
+            lambda: self._is_writable or self._has_head,
+            write_timeout_s,
+            httpx.WriteTimeout,
+            "the request was not taken",
+        )
+        await self._until(lambda: self._has_head, read_timeout_s, httpx.ReadTimeout, "no answer came")
 
     async def read(self, timeout_s: float | None) -> bytes:
         """More of the answer's body; nothing at its end."""
-        await self._until(lambda: bool(self._chunks) or self._is_complete, timeout_s, httpx.ReadTimeout)
+        await self._until(
+            lambda: bool(self._chunks) or self._is_complete, timeout_s, httpx.ReadTimeout, "no more of the answer came"
+        )
         data = b"".join(self._chunks)
         self._chunks.clear()
         self._num_buffered_bytes = 0
@@ -185,7 +196,11 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def _until(
-        self, is_met: Callable[[], bool], timeout_s: float | None, timed_out: type[httpx.TimeoutException]
+        self,
+        is_met: Callable[[], bool],
+        timeout_s: float | None,
+        timed_out: type[httpx.TimeoutException],
+        complaint: str,
     ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
@@ -195,7 +210,7 @@ class Connection(asyncio.Protocol):
                     self._waiter = asyncio.get_running_loop().create_future()
                     await self._waiter
         except TimeoutError:
-            raise timed_out(f"nothing moved for {timeout_s} s") from None
+            raise timed_out(f"{complaint} within {timeout_s} s") from None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -226,7 +241,8 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._has_head and not self._is_complete and not self._tells_its_end():
+        is_orderly = error is None and self._failure is None
+        if is_orderly and self._has_head and not self._tells_its_end():
             self._is_complete = True
         self._fail(httpx.ReadError(str(error)) if error else httpx.RemoteProtocolError("the connection was closed"))
 
@@ -287,6 +303,9 @@ class _Answer(httpx.AsyncByteStream):
 
 
 def _head(request: httpx.Request) -> bytes:
+    """Raises httpx.LocalProtocolError."""
+    if any(name.lower() == b"transfer-encoding" for name, _ in request.headers.raw):
+        raise httpx.LocalProtocolError("bodies are sent in one piece, with a length and without transfer-encoding")
     lines = [b"%s %s HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
     lines += [name + b": " + value for name, value in request.headers.raw]
     head = b"\r\n".join(lines)

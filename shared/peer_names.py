@@ -6,8 +6,11 @@ An address says nothing about who is behind it: replicas found by DNS are checke
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 
 import httpx
+
+Peer = tuple[str, int | None]  # host, port
 
 
 class PeerNames:
@@ -15,22 +18,29 @@ class PeerNames:
 
     def __init__(self, default: str | None = None) -> None:
         self._default = default
-        self._names: dict[tuple[str, int | None], str] = {}
+        self._names: dict[str, dict[Peer, str]] = {}  # by the address that led to these peers
 
-    def expect(self, url: str, name: str) -> None:
-        """From now on, `name` at the https:// address of `url`."""
-        parsed = httpx.URL(url)
-        self._names[parsed.host, parsed.port] = name
+    def expect(self, address: str, urls: Iterable[str]) -> None:
+        """From now on, the host of `address` at the https:// addresses `urls`, to which alone it leads."""
+        name = httpx.URL(address).host
+        self._names[address] = {_peer(httpx.URL(url)): name for url in urls}
 
     async def name_request(self, request: httpx.Request) -> None:
         """A hook for an httpx client's requests: says what the connection has to be checked against."""
         if request.url.scheme != "https":
             return
-        name = self._names.get((request.url.host, request.url.port))
+        name = self._name_of(_peer(request.url))
         if name is None and _is_address(request.url.host):
             name = self._default
         if name is not None:
             request.extensions["sni_hostname"] = name
+
+    def _name_of(self, peer: Peer) -> str | None:
+        return next((names[peer] for names in self._names.values() if peer in names), None)
+
+
+def _peer(url: httpx.URL) -> Peer:
+    return url.host, url.port
 
 
 def explain_tls(error: BaseException) -> str | None:

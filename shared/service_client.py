@@ -23,8 +23,9 @@ class ServiceClient(httpx.AsyncClient):
     def __init__(
         self, *, tls: Tls, names: PeerNames, tokens: Sequence[SecretStr], timeout: httpx.Timeout | None = None
     ) -> None:
-        self._own_headers = token_headers(tokens)
+        self._own_headers = httpx.Headers(token_headers(tokens))
         self._http_transport = HttpTransport(tls=tls.client_context())
+        self._parsed = lru_cache(maxsize=1024)(httpx.URL)  # the same few are asked again and again
         super().__init__(
             transport=self._http_transport,
             event_hooks={"request": [names.name_request]},
@@ -34,23 +35,18 @@ class ServiceClient(httpx.AsyncClient):
         )
 
     async def open(self, method: str, url: str, *, content: str | bytes, headers: Mapping[str, str]) -> httpx.Response:
-        """As `send(build_request(...), stream=True)`, a quarter of a millisecond sooner: without cookies, redirects and
-        authentication, none of which our services know. Whoever calls closes the answer.
+        """The short way of `send(build_request(...), stream=True)`, at a quarter of what it costs in Python.
+
+        Of what the client is set to it heeds the timeouts, the hooks for requests, and the token, which `headers` may
+        override; and not: other headers, base_url, cookies, redirects, authentication, hooks for responses. The answer
+        has no `elapsed`, and whoever calls closes it.
 
         Raises httpx.TransportError of the usual kinds.
         """
-        request = httpx.Request(
-            method,
-            _parsed(url),
-            content=content,
-            headers={**headers, **self._own_headers},
-            extensions={"timeout": self.timeout.as_dict()},
-        )
+        all_headers = self._own_headers.copy()
+        all_headers.update(headers)
+        extensions = {"timeout": self.timeout.as_dict()}
+        request = httpx.Request(method, self._parsed(url), content=content, headers=all_headers, extensions=extensions)
         for hook in self.event_hooks["request"]:
             await hook(request)
         return await self._http_transport.handle_async_request(request)
-
-
-@lru_cache(maxsize=1024)
-def _parsed(url: str) -> httpx.URL:
-    return httpx.URL(url)

@@ -98,10 +98,9 @@ async def _run(
         await _ask_all(url, plan, batch, waiting, output, counter)
         return
     console.print(f"No server answers at {DEFAULT_SERVER}: starting one for this batch.")
+    model = models.resolve(plan.model or DEFAULT_MODEL, say=console.print)
+    system = launch.Plan(model=model, port=machine.free_ports(1)[0])
     plan = dataclasses.replace(plan, model=None)  # only one is served, perhaps under another name
-    system = launch.Plan(
-        model=models.resolve(plan.model or DEFAULT_MODEL, say=console.print), port=machine.free_ports(1)[0]
-    )
     async with launch.running(system, console, show_logs=False):
         await _ask_all(system.base_url, plan, batch, waiting, output, counter)
 

@@ -57,6 +57,7 @@ class Replica(Generic[Info]):
     room          whether it would queue another request
     door          where requests wait to be taken or refused, a few at a time
     problem       why it is not used although it runs, for people; "": nothing of the kind
+    reason        what the last probe found that was not ready; "" if it was
     """
 
     url: str
@@ -70,6 +71,7 @@ class Replica(Generic[Info]):
     ready_since: float = -math.inf
     number: int = 1
     problem: str = ""
+    reason: str = ""
     room: Room = field(default_factory=Room)
     door: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_THE_DOOR))
 

@@ -16,11 +16,13 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from services.gateway.file_store import LONGEST_LIFE_S
 from shared.log import LogFormat
 from shared.service_token import ServiceTokens
+from shared.service_urls import check_service_url
 from shared.settings import RedisUrl
 from shared.sizes import ByteSize
 from shared.tls_settings import AuthorityFile, CertFile, KeyFile, TlsCaFile, TlsCertFile, TlsKeyFile, TlsServerName
 
 MIB = 2**20
+LIST_MARKS = "[](){}\"'"
 # Schemes of addresses that stand for all replicas of a name, with the scheme that each of them is asked by.
 BY_NAME = {"dns": "http", "dns+https": "https"}
 
@@ -31,18 +33,31 @@ def _split(value: object) -> object:
 
 def _base_url(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https", *BY_NAME) or not parts.hostname or parts.path not in ("", "/"):
+    is_plain = parts.path in ("", "/") and not parts.query and not parts.fragment
+    if parts.scheme not in ("http", "https", *BY_NAME) or not parts.hostname or not is_plain:
         raise ValueError(
             f"{url!r} is not a service address; give http://host:port, or dns://host:port for all replicas, "
             "or for TLS https://host:port or dns+https://host:port"
         )
+    try:
+        check_service_url(f"{BY_NAME.get(parts.scheme, parts.scheme)}:{url.partition(':')[2]}")
+    except ValueError as error:
+        raise ValueError(f"{url!r} {error}") from None
     if parts.scheme in BY_NAME and parts.port is None:
         raise ValueError(f"{url!r} needs a port: {parts.scheme}://host:port")
     return url.rstrip("/")
 
 
+def _are_written_as_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """A list as JSON or YAML writes it would be keys that begin or end with its brackets and quotes."""
+    if any(key[0] in LIST_MARKS or key[-1] in LIST_MARKS for key in keys):
+        raise ValueError("no key may begin or end with a bracket or quote; write keys as KEY,KEY or NAME:KEY,NAME:KEY")
+    return keys
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 ServiceUrls = Annotated[tuple[Annotated[str, AfterValidator(_base_url)], ...], NoDecode, BeforeValidator(_split)]
+Keys = Annotated[Names, AfterValidator(_are_written_as_keys)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -88,8 +103,8 @@ class GatewaySettings(BaseSettings):
     front_client_ca_file: AuthorityFile = Field(
         None, description="authorities, PEM; given: every client must show a certificate of theirs, besides its key"
     )
-    api_keys: Names = Field((), description="keys that open the API, as key or name:key; none: it is open to all")
-    admin_keys: Names = Field(
+    api_keys: Keys = Field((), description="keys that open the API, as key or name:key; none: it is open to all")
+    admin_keys: Keys = Field(
         (), description="keys, as api_keys, for /v1/cache, /v1/sleep, /v1/wake and adapters; none: these do not exist"
     )
     salt_cache_by_key: bool = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from typing import Generic, TypeGuard, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -70,7 +70,6 @@ class Discovery(Generic[PublishedInfo]):
         self._tasks: list[asyncio.Task[None]] = []
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._resolved: dict[str, list[str]] = {}
-        self._refused_by: set[str] = set()  # replicas that have been told of
 
     async def start(self) -> None:
         """Look once, so that a running service is known before the first request, then keep looking."""
@@ -103,12 +102,20 @@ class Discovery(Generic[PublishedInfo]):
                 continue
             try:
                 self._resolved[address] = await resolve_replicas(address)
-                for url in self._resolved[address]:
-                    self._names.expect(url, str(urlsplit(address).hostname))
             except OSError as error:
                 # The replicas of the last good answer stay: a name server's hiccup must not empty the pool.
                 log.warning("name does not resolve", target=self._service, address=address, reason=str(error))
+        for address, urls in self._resolved.items():
+            if _is_name(address):
+                self._names.expect(address, urls)
         self._pool.update(url for urls in self._resolved.values() for url in urls)
+        self._forget_the_vanished()
+
+    def _forget_the_vanished(self) -> None:
+        urls = {replica.url for replica in self._pool.replicas}
+        for url in self._probes.keys() - urls:
+            # It would find a certificate for which no name is expected any more, and complain of it.
+            self._probes.pop(url).cancel()
 
     def _start_probes(self) -> list[asyncio.Task[None]]:
         """Side by side, and none twice at a time: a replica that does not answer delays no other's probe."""
@@ -125,7 +132,7 @@ class Discovery(Generic[PublishedInfo]):
             async with asyncio.timeout(self._probe_timeout_s):
                 info = await self._ask(replica.url)
             replica.num_missed_probes = 0
-            self._refused_by.discard(replica.url)
+            reason = "" if info is not None else "it says that it is not ready"
             self._pool.probed(replica, ready=info is not None, info=info)
         except (TimeoutError, httpx.TimeoutException):
             replica.num_missed_probes += 1
@@ -134,19 +141,12 @@ class Discovery(Generic[PublishedInfo]):
                 self._pool.probed(replica, ready=False, info=None)
         except (httpx.HTTPError, ValidationError) as error:
             reason = _reason(error)
-            problem = explain_tls(error) or _wanted_certificate(error)
+            problem = explain_tls(error) or _refusal(error)
             self._pool.probed(replica, ready=False, info=None)
-            if not problem and _is_refusal(error) and replica.url not in self._refused_by:
-                self._refused_by.add(replica.url)
-                log.warning(
-                    "replica refuses this gateway: DIPTYCH_SERVICE_TOKEN differs",
-                    target=self._service,
-                    replica=replica.url,
-                )
         except OtherVersion as error:
             problem = str(error)
             self._pool.probed(replica, ready=False, info=None)
-        replica.problem = problem
+        replica.problem, replica.reason = problem, reason
         if problem and problem != was_problem:
             log.error("replica cannot be used", target=self._service, replica=replica.url, reason=problem)
         if replica.ready != was_ready:
@@ -170,14 +170,13 @@ def _reason(error: httpx.HTTPError | ValidationError) -> str:
     return f"status {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
 
 
-def _is_refusal(error: httpx.HTTPError | ValidationError) -> TypeGuard[httpx.HTTPStatusError]:
-    return isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
-
-
-def _wanted_certificate(error: httpx.HTTPError | ValidationError) -> str:
-    if _is_refusal(error) and ClientCertificateRequired.code in error.response.text:
+def _refusal(error: httpx.HTTPError | ValidationError) -> str:
+    """What the replica wants to see of this gateway; "" if it does not refuse it."""
+    if not isinstance(error, httpx.HTTPStatusError) or error.response.status_code != httpx.codes.UNAUTHORIZED:
+        return ""
+    if ClientCertificateRequired.code in error.response.text:
         return "it wants a client certificate: DIPTYCH_TLS_CERT_FILE is not set here"
-    return ""
+    return "it refuses this gateway: DIPTYCH_SERVICE_TOKEN differs"
 
 
 def _is_name(address: str) -> bool:
@@ -188,7 +187,10 @@ async def resolve_replicas(address: str) -> list[str]:
     """dns://name:port -> http://address:port for every address of the name, sorted. Raises OSError."""
     parts = urlsplit(address)
     scheme = BY_NAME[parts.scheme]
-    found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{parts.hostname!r} is no host name: {error}") from error
     hosts = sorted({str(sockaddr[0]) for *_, sockaddr in found})
     return [f"{scheme}://{f'[{h}]' if _is_ipv6(h) else h}:{parts.port}" for h in hosts]
 

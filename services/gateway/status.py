@@ -135,7 +135,7 @@ class ControlRoom:
             "service": service,
             "number": replica.number,
             "ready": replica.ready,
-            "problem": replica.problem,
+            "problem": replica.problem or ("" if replica.ready else replica.reason),
             "ejected": replica.ejected_until > self._clock(),
             "outstanding": replica.outstanding,
             "state": state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -9,21 +10,25 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from diptych import launch, machine
 from diptych.batch import run as batch_run
 from diptych.batch.answers import BatchOutput
 from diptych.batch.counter import Counter
 from diptych.batch.requests import BadLine, BatchInput, Place
 from diptych.client import Client
 from diptych.errors import BadSetting, CommandFailed
+from diptych.models import Model
 from shared.errors import NotReady, Overloaded
 from tests.gateway_stack import Stack, running_stack
 from tests.ports import refusing_port
@@ -290,6 +295,19 @@ def test_a_picture_of_the_responses_api_is_read_too(tmp_path: Path):
     assert item["content"][0]["image_url"].startswith("data:image/png;base64,")
 
 
+def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(tmp_path: Path):
+    source = write(tmp_path, line("a"), line("b"))
+    source.write_bytes(BOM_UTF8 + source.read_bytes())
+    batch = BatchInput(source)
+    assert [place.custom_id for place in batch.places] == ["a", "b"]
+    assert [batch.request(place).url for place in batch.places] == ["/v1/chat/completions"] * 2
+
+
+def test_a_folder_of_pictures_that_is_none_stops_the_start(tmp_path: Path):
+    with pytest.raises(BadSetting, match=r"--images .*/nosuch is no folder"):
+        BatchInput(write(tmp_path, line("a")), tmp_path / "nosuch")
+
+
 def test_an_id_that_comes_twice_stops_the_start(tmp_path: Path):
     with pytest.raises(BadSetting, match="lines 1 and 3"):
         BatchInput(write(tmp_path, line("a"), line("b"), line("a")))
@@ -365,6 +383,27 @@ def test_a_server_that_is_gone_ends_the_run_and_not_the_lines(
     assert (tmp_path / "out.jsonl").read_bytes() == b""
     monkeypatch.undo()
     assert run(stack, source)[0] == 0
+
+
+def test_where_no_server_runs_the_model_that_was_named_is_started(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    named, started = tmp_path / "named-model", []
+    named.mkdir()
+    (named / "config.json").write_text("{}")
+    (named / "model.safetensors").touch()
+
+    @contextlib.asynccontextmanager
+    async def running(system: launch.Plan, console: Console, *, show_logs: bool) -> AsyncIterator[None]:
+        started.append(system.model)
+        yield
+
+    monkeypatch.setattr(batch_run, "_running_server", lambda plan: None)
+    monkeypatch.setattr(machine, "free_ports", lambda count: [httpx.URL(stack.url).port])
+    monkeypatch.setattr(launch, "running", running)
+    code, _ = run(stack, write(tmp_path, line("a")), model=str(named))
+    assert started == [Model("named-model", named)]
+    assert code == 0, "no line asks for a model by another name than the one it is served under"
 
 
 def test_plain_lines_tell_rate_and_time_left_where_there_is_no_terminal():

@@ -84,7 +84,10 @@ def test_a_gateway_that_sends_another_token_finds_no_panel_and_says_why(panels: 
     with capture_logs() as logs, gateway(panels, *tokens) as http:
         assert http.get("/ready").status_code == 503
         assert ask(http, seed=9).status_code == 503
-    refusals = [log for log in logs if "DIPTYCH_SERVICE_TOKEN differs" in log["event"]]
+        problems = {each["problem"] for each in http.get("/status/data").json()["replicas"]}
+    assert problems == {"it refuses this gateway: DIPTYCH_SERVICE_TOKEN differs"}
+    refusals = [log for log in logs if "DIPTYCH_SERVICE_TOKEN differs" in log.get("reason", "")]
+    assert {log["event"] for log in refusals} == {"replica cannot be used"}
     assert sorted(log["target"] for log in refusals) == ["text_engine", "vision_encoder"]  # once each, not every probe
     assert TOKEN.get_secret_value() not in str(logs)
     assert OTHER.get_secret_value() not in str(logs)

@@ -273,6 +273,7 @@ async def test_a_dns_address_gives_every_address_of_the_name(scheme: str, of_eac
     assert all(replica.endswith(":8002") for replica in replicas)
 
 
-async def test_a_name_that_does_not_resolve_is_an_os_error():
+@pytest.mark.parametrize("host", ["no-such-name.invalid", "text..engine", "x" * 64])
+async def test_a_name_that_does_not_resolve_is_an_os_error(host: str):
     with pytest.raises(OSError):
-        await resolve_replicas("dns://no-such-name.invalid:8002")
+        await resolve_replicas(f"dns://{host}:8002")

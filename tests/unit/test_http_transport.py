@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -50,10 +52,9 @@ async def talking(script: Script) -> AsyncIterator[tuple[Server, httpx.AsyncClie
     transport = HttpTransport(keepalive_s=4, max_idle=2)
     timeout = httpx.Timeout(5, connect=2)
     base_url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(transport=transport, base_url=base_url, timeout=timeout, trust_env=False) as client:
+    client = httpx.AsyncClient(transport=transport, base_url=base_url, timeout=timeout, trust_env=False)
+    async with listening, client:
         yield server, client
-    listening.close()
-    await listening.wait_closed()
 
 
 def answering(*answers: bytes, then_closes: bool = False) -> Script:
@@ -129,6 +130,25 @@ async def test_an_answer_without_a_length_ends_with_its_connection():
         for _ in range(2):
             assert (await client.get("/")).content == b"all of it"
         assert server.num_connections == 2
+
+
+async def test_a_reset_is_no_end_of_an_answer_without_a_length():
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nhalf of it")
+        await writer.drain()
+        await half_read.wait()
+        no_linger = struct.pack("ii", 1, 0)  # closing resets
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        writer.transport.abort()
+
+    half_read = asyncio.Event()
+    async with talking(script) as (_, client), client.stream("GET", "/") as response:
+        pieces = response.aiter_raw()
+        assert await anext(pieces) == b"half of it"
+        half_read.set()
+        with pytest.raises(httpx.ReadError):
+            await anext(pieces, b"the end")
 
 
 async def test_what_comes_before_an_answer_is_passed_over():
@@ -261,10 +281,9 @@ async def talking_tls(
     port = listening.sockets[0].getsockname()[1]
     transport = HttpTransport(max_idle=2, tls=authority.client_context())
     base_url = f"https://127.0.0.1:{port}"
-    async with httpx.AsyncClient(transport=transport, base_url=base_url, timeout=5, trust_env=False) as client:
+    client = httpx.AsyncClient(transport=transport, base_url=base_url, timeout=5, trust_env=False)
+    async with listening, client:
         yield server, client
-    listening.close()
-    await listening.wait_closed()
 
 
 async def test_tls_is_spoken_and_a_connection_used_again(tmp_path: Path):
@@ -311,6 +330,13 @@ async def test_nobody_there_is_a_connect_error():
             await client.get(f"http://127.0.0.1:{port}/")
 
 
+@pytest.mark.parametrize("host", ["text..engine:1", "x" * 64 + ":1", "127.0.0.1:70000"])
+async def test_a_host_or_port_that_nobody_can_have_is_a_connect_error(host: str):
+    async with HttpTransport() as transport:
+        with pytest.raises(httpx.ConnectError, match=f"no connection to {host}: "):
+            await transport.handle_async_request(httpx.Request("GET", f"http://{host}/"))
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
@@ -336,8 +362,19 @@ async def test_who_says_nothing_is_waited_for_no_longer_than_was_allowed():
         await reader.read()
 
     async with talking(silent) as (_, client):
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx.ReadTimeout, match=r"no more of the answer came within 0\.1 s"):
             await client.get("/", timeout=0.1)
+
+
+async def test_a_request_must_be_taken_as_a_whole_within_the_time_for_writing():
+    async def sip(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(2):
+            while await reader.read(2**16):  # noqa: ASYNC110 - slow on purpose, and waits for nothing
+                await asyncio.sleep(0.02)
+
+    async with talking(sip) as (_, client):
+        with pytest.raises(httpx.WriteTimeout, match=r"the request was not taken within 0\.2 s"):
+            await client.post("/", content=bytes(50 * 2**20), timeout=httpx.Timeout(5, write=0.2))
 
 
 async def test_a_refusal_is_heard_before_all_of_a_large_body_is_sent():
@@ -358,6 +395,28 @@ async def test_a_header_with_a_line_end_is_not_sent():
             await client.get("/", headers={"X": "a\r\nY: b"})
 
 
+@pytest.mark.parametrize("header", ["Transfer-Encoding", "transfer-encoding"])
+async def test_a_body_without_a_length_is_not_sent(header: str):
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"hello"
+
+    async with talking(answering(OK)) as (server, client):
+        with pytest.raises(httpx.LocalProtocolError, match="transfer-encoding"):
+            await client.post("/", content=pieces())
+        with pytest.raises(httpx.LocalProtocolError, match="transfer-encoding"):
+            await client.post("/", content=b"hello", headers={header: "chunked"})
+        assert server.num_connections == 0
+
+
+async def test_an_answer_knows_its_request():
+    async with talking(answering(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")) as (_, client):
+        request = client.build_request("GET", "/")
+        answer = await client._transport.handle_async_request(request)
+        with pytest.raises(httpx.HTTPStatusError, match="404"):
+            answer.raise_for_status()
+        await answer.aclose()
+
+
 # --- on the gateway's own event loop --------------------------------------------------------------------------------
 
 
@@ -365,6 +424,7 @@ async def test_a_header_with_a_line_end_is_not_sent():
     "scenario",
     [
         test_chunks_are_handed_on_as_they_come,
+        test_a_reset_is_no_end_of_an_answer_without_a_length,
         test_who_reads_slowly_lets_the_sender_wait,
         test_a_connection_is_used_again_once_its_answer_was_read,
         test_a_connection_that_was_closed_while_idle_is_replaced,

@@ -139,10 +139,25 @@ def test_the_first_end_of_all_certificates_is_said_at_the_start_and_exported(aut
 )
 async def test_an_address_is_checked_against_the_name_that_led_to_it(url: str, expected: str | None):
     names = PeerNames("default")
-    names.expect("https://10.0.0.1:8001", "encoders")
+    names.expect("dns+https://encoders:8001", ["https://10.0.0.1:8001"])
+    assert await expected_name(names, url) == expected
+
+
+async def expected_name(names: PeerNames, url: str) -> str | None:
     request = httpx.Request("GET", url)
     await names.name_request(request)
-    assert request.extensions.get("sni_hostname") == expected
+    name: str | None = request.extensions.get("sni_hostname")
+    return name
+
+
+async def test_an_address_to_which_a_name_leads_no_longer_is_forgotten():
+    names = PeerNames()
+    urls = [f"https://10.0.0.{number}:8001" for number in (1, 2, 3)]
+    names.expect("dns+https://encoders:8001", urls[:2])
+    names.expect("dns+https://others:8001", ["https://10.0.0.9:8001"])
+    names.expect("dns+https://encoders:8001", urls[1:])
+    assert [await expected_name(names, url) for url in urls] == [None, "encoders", "encoders"]
+    assert await expected_name(names, "https://10.0.0.9:8001") == "others"
 
 
 async def test_without_a_default_an_address_must_be_in_the_certificate_itself():
