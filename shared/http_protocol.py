@@ -8,6 +8,7 @@ import asyncio
 import ssl
 from typing import Any, Final, cast
 
+from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 GOODBYE_S: Final = 0.5
@@ -71,3 +72,9 @@ class _HeadJoiner:
         if self._head is not None:
             self._transport.write(self._head)
             self._head = None
+
+
+async def until_disconnected(receive: Receive) -> None:
+    """Returns when the client has left. The request's body must have been read: it would be thrown away here."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from shared.errors import NotReady, RequestAborted
+from shared.http_protocol import until_disconnected
 
 T = TypeVar("T")
 RETRY_AFTER_S = 1.0
@@ -60,7 +61,7 @@ class Lifecycle:
         The request's body must have been read: from then on all that `receive` can bring is the client's leaving.
         """
         task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(_disconnected(receive))
+        watcher = asyncio.ensure_future(until_disconnected(receive))
         self._running.add(task)
         try:
             await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -75,8 +76,3 @@ class Lifecycle:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)  # whatever it ends with, nobody waits for it
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,14 +1,13 @@
 """The text engine over HTTP: thin routes around `TextEngineService`.
 
-The port opens before the model is loaded, so that probes can tell "loading" from "gone"; until then requests get 503.
+Until the model is loaded requests get 503.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Annotated
 
@@ -19,18 +18,14 @@ from starlette.types import Receive, Scope, Send
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.runner.tensor_parallel import end_without_cleanup
 from services.text_engine.service import TextEngineService
-from shared.client_certificate import RequireClientCertificate
 from shared.errors import NotReady, Overloaded
-from shared.http_errors import error_response, install_error_handlers
+from shared.http_errors import error_response
+from shared.http_protocol import until_disconnected
 from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
-from shared.request_id import RequestIds
-from shared.server import serve
-from shared.service_token import RequireServiceToken
-from shared.settings import reason_of
+from shared.panel import give_up, panel_app, serve_panel
 from shared.state import EngineState
 from shared.tls import Tls
-from shared.tracing import tracing
 from shared.wire import (
     NDJSON,
     ROOM_HEADER,
@@ -53,33 +48,10 @@ _ENGINE_DIED = "the engine cannot go on; the log says why"
 def create_app(settings: TextEngineSettings) -> FastAPI:
     """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
 
-    tracer = tracing("text-engine")
-    tls = Tls(
-        "services", cert_file=settings.tls_cert_file, key_file=settings.tls_key_file, ca_file=settings.tls_ca_file
-    )
+    def make_service(app: FastAPI, tls: Tls) -> TextEngineService:
+        return TextEngineService(settings, on_death=partial(give_up, app, _ENGINE_DIED), tls=tls)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = TextEngineService(
-            settings, on_death=partial(_give_up, app, _ENGINE_DIED), tls=tls
-        )
-        loading = asyncio.create_task(_load_or_die(app, service))
-        yield
-        loading.cancel()
-        await service.close()
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
-
-    app = FastAPI(title="Diptych text engine", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.identities, app.state.tls_context = (tls,), tls.server_context()
-    if settings.tls_require_client_cert:
-        app.add_middleware(RequireClientCertificate)
-    if settings.service_token:
-        app.add_middleware(RequireServiceToken, tokens=settings.service_token)
-    app.add_middleware(RequestIds)
-    if tracer is not None:
-        app.add_middleware(tracer.middleware)
-    install_error_handlers(app)
+    app = panel_app("text-engine", settings, make_service)
     _add_routes(app)
     return app
 
@@ -92,42 +64,13 @@ def run(settings: TextEngineSettings) -> None:
     # for 5 ms, which is a tenth of a step.
     sys.setswitchinterval(0.0005)
     app = create_app(settings)
-
-    def start_draining() -> None:
-        app.state.service.is_draining = True
-
     try:
-        serve(
-            app,
-            host=settings.host,
-            port=settings.port,
-            drain_timeout_s=settings.drain_timeout_s,
-            on_drain=start_draining,
-            tls_context=app.state.tls_context,
-            identities=app.state.identities,
-        )
+        serve_panel(app, settings)
     finally:
         service = getattr(app.state, "service", None)
         is_hanging = service is not None and service.is_hanging
         if is_hanging or (settings.tensor_parallel_size > 1 and getattr(app.state, "failed", False)):
             end_without_cleanup(1)  # a thread may be waiting, for good, for a device or a process that shared the model
-
-
-async def _load_or_die(app: FastAPI, service: TextEngineService) -> None:
-    try:
-        await service.start()
-    except Exception as error:
-        expected = isinstance(error, ValueError | OSError)
-        reason = reason_of(error, TextEngineSettings)
-        log.error("the model cannot be loaded", reason=reason, exc_info=None if expected else error)
-        _give_up(app, reason)
-
-
-def _give_up(app: FastAPI, reason: str) -> None:
-    """End the process with an error, so that whoever supervises it starts another."""
-    app.state.failed = reason
-    if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
-        stop()
 
 
 class _EventStream(Response):
@@ -146,7 +89,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_events(send))
-        leaving = asyncio.create_task(_disconnected(receive))
+        leaving = asyncio.create_task(until_disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -163,11 +106,6 @@ class _EventStream(Response):
         async for event in self._rest:
             await send({"type": "http.response.body", "body": _line(event), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _room(service: TextEngineService, body: GenerateRequest) -> dict[str, str]:

@@ -1,16 +1,14 @@
 """The vision encoder over HTTP: thin routes around `VisionEncoderService`.
 
-The port opens before the model is loaded, so that probes can tell "loading" from "gone"; until then requests get 503.
+Until the model is loaded requests get 503.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Header, Request
@@ -22,18 +20,13 @@ from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.encoder import Encoder
 from services.vision_encoder.flight import EventStream
 from services.vision_encoder.service import VisionEncoderService
-from shared.client_certificate import RequireClientCertificate
 from shared.errors import DiptychError, ImageTooLarge, InvalidRequest, NotReady, PayloadTooLarge, RequestAborted
-from shared.http_errors import error_response, install_error_handlers
+from shared.http_errors import error_response
 from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
-from shared.request_id import RequestIds
-from shared.server import serve
-from shared.service_token import RequireServiceToken
-from shared.settings import reason_of
+from shared.panel import panel_app, serve_panel
 from shared.state import EncoderState
-from shared.tls import Tls
-from shared.tracing import current_span, tracing
+from shared.tracing import current_span
 from shared.wire import (
     DEADLINE_HEADER,
     DETAIL_HEADER,
@@ -59,33 +52,7 @@ MAX_DISCARDED_BYTES = 64 << 20
 
 def create_app(settings: VisionEncoderSettings) -> FastAPI:
     """The whole service, built in the app's lifespan. A model that cannot be loaded ends the process."""
-
-    tracer = tracing("vision-encoder")
-    tls = Tls(
-        "services", cert_file=settings.tls_cert_file, key_file=settings.tls_key_file, ca_file=settings.tls_ca_file
-    )
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = VisionEncoderService(settings, tls)
-        loading = asyncio.create_task(_load_or_die(app, service))
-        yield
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
-        await service.close()
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
-
-    app = FastAPI(title="Diptych vision encoder", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.identities, app.state.tls_context = (tls,), tls.server_context()
-    if settings.tls_require_client_cert:
-        app.add_middleware(RequireClientCertificate)
-    if settings.service_token:
-        app.add_middleware(RequireServiceToken, tokens=settings.service_token)
-    app.add_middleware(RequestIds)
-    if tracer is not None:
-        app.add_middleware(tracer.middleware)
-    install_error_handlers(app)
+    app = panel_app("vision-encoder", settings, lambda _app, tls: VisionEncoderService(settings, tls))
     _add_routes(app)
     return app
 
@@ -93,31 +60,7 @@ def create_app(settings: VisionEncoderSettings) -> FastAPI:
 def run(settings: VisionEncoderSettings) -> None:
     """Serve until SIGTERM; running work may finish within `drain_timeout_s`."""
     configure_logging("vision-encoder", settings.log_level, settings.log_format)
-    app = create_app(settings)
-
-    def start_draining() -> None:
-        app.state.service.is_draining = True
-
-    serve(
-        app,
-        host=settings.host,
-        port=settings.port,
-        drain_timeout_s=settings.drain_timeout_s,
-        on_drain=start_draining,
-        tls_context=app.state.tls_context,
-        identities=app.state.identities,
-    )
-
-
-async def _load_or_die(app: FastAPI, service: VisionEncoderService) -> None:
-    try:
-        await service.start()
-    except Exception as error:
-        expected = isinstance(error, ValueError | OSError)
-        app.state.failed = reason = reason_of(error, VisionEncoderSettings)
-        log.error("the model cannot be loaded", reason=reason, exc_info=None if expected else error)
-        if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
-            stop()
+    serve_panel(create_app(settings), settings)
 
 
 def _service(request: Request) -> VisionEncoderService:
