@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diptych import machine, models
+from diptych import machine, models, variables
 from diptych.errors import ModelUnavailable
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
@@ -205,11 +205,12 @@ def _model(name: str) -> Finding:
     try:
         model = models.resolve(name, say=lambda _text: None)
     except ModelUnavailable as error:
-        return Finding("fail", "model", str(error), "name a folder, a GGUF file, a Hugging Face id, demo or smollm2")
+        return Finding("fail", "model", error.problem, error.remedy)
     if problem := _why_not_servable(model.folder):
         return Finding("fail", "model", f"{model.name}: {problem}", "mend the setting, or name another model")
     size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
-    found = f"{model.name} in {model.folder}, {size / 2**20:.0f} MiB, {'sees' if model.has_vision else 'text only'}"
+    sight = "sees pictures" if model.has_vision else "text only"
+    found = f"{model.name} in {model.folder}, {size / 2**20:.0f} MiB, {sight}"
     memory = resources.available_memory_bytes()
     if memory is not None and size * WEIGHTS_ARE_LOADED_TIMES > memory:
         return Finding("warn", "model", found, f"{memory / GIB:.1f} GiB are available: it may not fit")
@@ -228,8 +229,13 @@ def _why_not_servable(folder: Path) -> str | None:
 
 
 def _settings() -> Iterator[Finding]:
-    """Every variable that would stop the start of a service."""
-    wrong = []
+    """Every variable that would stop the start of a service, or that none reads."""
+    wrong: list[str] = []
+    try:
+        resources.omp_num_threads()
+    except ValueError as error:
+        wrong.append(str(error))
+    unknown = variables.unknown()
     for service, needed in (
         (GatewaySettings, {}),
         (VisionEncoderSettings, {"model": "."}),
@@ -239,7 +245,11 @@ def _settings() -> Iterator[Finding]:
             load_settings(service, **needed)
         except SettingsError as error:
             wrong += str(error).splitlines()
-    if not wrong:
+    for name in unknown:
+        yield Finding(
+            "warn", "settings", variables.complaint(name), "write it as docs/configuration.md does, or unset it"
+        )
+    if not wrong and not unknown:
         yield Finding("ok", "settings", "every variable of the environment can be used")
     for line in dict.fromkeys(wrong):  # some are every service's
         yield Finding("fail", "settings", line, "mend this environment variable, or unset it")

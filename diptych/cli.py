@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from diptych import __version__
+from diptych import __version__, variables
 from diptych.bench.cli import app as bench_app
-from diptych.errors import BadSetting, CommandFailed
+from diptych.errors import BadSetting, CommandFailed, ModelUnavailable
 from diptych.help import Command
 from diptych.options import Given, build, with_settings
 from diptych.planner.cli import plan
@@ -24,6 +24,7 @@ from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
 from shared.settings import reason_of
+from shared.settings_errors import spelled
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -90,8 +91,18 @@ def root(
 def serve(
     given: Given,
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "demo",
-    host: Annotated[str, typer.Option(help="Address of the gateway; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the gateway.", min=1, max=65535)] = 8000,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address of the gateway; 0.0.0.0 opens it to the network.",
+            envvar="DIPTYCH_GATEWAY_HOST",
+            show_envvar=True,
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(help="Port of the gateway.", min=1, max=65535, envvar="DIPTYCH_GATEWAY_PORT", show_envvar=True),
+    ] = 8000,
     vision_encoders: Annotated[int, typer.Option(help="How many vision encoders to run.", min=1, max=64)] = 1,
     text_engines: Annotated[int, typer.Option(help="How many text engines to run.", min=1, max=64)] = 1,
     cache_memory: Annotated[str, typer.Option(help="Size of the embedding cache.", metavar="SIZE")] = "512MiB",
@@ -112,11 +123,15 @@ def serve(
     from diptych import launch, models, serving
 
     console = Console(stderr=True, highlight=False)
+    _warn_of_unknown_variables()
+    if overruled := variables.overruled(model):
+        _warn(f"diptych serve sets these itself and ignores the environment's: {', '.join(overruled)}")
     # Whatever is wrong with any setting of any service stops here, before anything is downloaded, loaded or started.
     settings = build(TextEngineSettings, {"model": ".", **given})
     build(VisionEncoderSettings, {"model": "."})
     build(GatewaySettings, {})
     cache_memory_bytes = launch.cache_memory_bytes(cache_memory)
+    launch.given_threads()
     launch.check_port(host, port)
     found = models.resolve(model, say=console.print)
     draft_folder = _draft_folder(settings)
@@ -153,12 +168,15 @@ def demo(
 def chat(
     words: Annotated[list[str], typer.Argument(metavar="[IMAGE]… QUESTION", help="Pictures, then the question.")],
     server: Annotated[
-        str, typer.Option("--url", "--server", help="A running server.", envvar="DIPTYCH_SERVER", show_envvar=True)
+        str,
+        typer.Option("--url", "--server", help="A running server.", envvar=variables.SERVER_VARIABLE, show_envvar=True),
     ] = "http://127.0.0.1:8000",
     model: Annotated[
         str | None, typer.Option(help="Who is to answer; started if no server runs. Default: what is served, or demo.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="DIPTYCH_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key.", envvar=variables.API_KEY_VARIABLE)
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0, max=2)] = 0.0,
 ) -> None:
@@ -184,13 +202,15 @@ def batch(
     source: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests, a JSON object a line.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where answers are appended.")],
     url: Annotated[
-        str | None, typer.Option(help="A running server.", envvar="DIPTYCH_SERVER", show_envvar=True)
+        str | None, typer.Option(help="A running server.", envvar=variables.SERVER_VARIABLE, show_envvar=True)
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="For lines that name none; started if no server runs. Default: as served, or demo."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="DIPTYCH_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key.", envvar=variables.API_KEY_VARIABLE)
+    ] = None,
     images: Annotated[
         Path | None, typer.Option(help="Read pictures from below this folder only; default: the input's own.")
     ] = None,
@@ -229,7 +249,16 @@ def batch(
 @app.command(cls=Command, rich_help_panel="One machine")
 def check(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "demo",
-    port: Annotated[int, typer.Option(help="The port that the gateway would take.", min=1, max=65535)] = 8000,
+    port: Annotated[
+        int,
+        typer.Option(
+            help="The port that the gateway would take.",
+            min=1,
+            max=65535,
+            envvar="DIPTYCH_GATEWAY_PORT",
+            show_envvar=True,
+        ),
+    ] = 8000,
 ) -> None:
     """Look for what would keep Diptych from running well here, and say what to do about it.
 
@@ -250,6 +279,7 @@ def gateway(given: Given) -> None:
       diptych gateway --vision-encoders dns://vision_encoder:8001 \\
           --text-engines http://10.0.0.5:8002,http://10.0.0.6:8002
     """
+    _warn_of_unknown_variables()
     settings = build(GatewaySettings, given)
     _check_port(settings)
     from services.gateway.app import run
@@ -270,6 +300,8 @@ def vision_encoder(
       diptych vision-encoder llava-hf/llava-1.5-7b-hf --host 0.0.0.0 \\
           --redis-url redis://cache:6379/0
     """
+    _warn_of_unknown_variables()
+    _check_threads()
     settings = build(VisionEncoderSettings, _with_model(model, given))
     _check_port(settings)
     from services.vision_encoder.app import run
@@ -289,6 +321,8 @@ def text_engine(
 
       diptych text-engine llava-hf/llava-1.5-7b-hf --host 0.0.0.0 --dtype bfloat16 --max-num-seqs 128
     """
+    _warn_of_unknown_variables()
+    _check_threads()
     settings = build(TextEngineSettings, _with_model(model, given))
     settings = settings.model_copy(update={"speculative_model": _draft_folder(settings)})
     _check_checkpoint(settings)
@@ -296,6 +330,23 @@ def text_engine(
     from services.text_engine.app import run
 
     run(settings)
+
+
+def _warn(text: str) -> None:
+    typer.echo(f"warning: {text}", err=True)
+
+
+def _warn_of_unknown_variables() -> None:
+    """A misspelt variable would be ignored in silence. Only a warning: orchestrators inject variables of their own."""
+    for name in variables.unknown():
+        _warn(f"the environment variable {variables.complaint(name)}")
+
+
+def _check_threads() -> None:
+    """Raises BadSetting for an OMP_NUM_THREADS that is no number."""
+    from diptych.launch import given_threads
+
+    given_threads()
 
 
 def _check_port(settings: GatewaySettings | VisionEncoderSettings | TextEngineSettings) -> None:
@@ -316,12 +367,16 @@ def _check_checkpoint(settings: TextEngineSettings) -> None:
 
 
 def _draft_folder(settings: TextEngineSettings) -> Path | None:
-    """Of the draft model, if there is one: it may be whatever MODEL may be."""
+    """Of the draft model, if there is one: it may be whatever MODEL may be. Raises BadSetting naming the setting."""
     from diptych import models
 
     if settings.speculative_model is None:
         return None
-    return models.resolve(str(settings.speculative_model), say=Console(stderr=True, highlight=False).print).folder
+    name = str(settings.speculative_model)
+    try:
+        return models.resolve(name, say=Console(stderr=True, highlight=False).print).folder
+    except ModelUnavailable as error:
+        raise BadSetting(f"{spelled(TextEngineSettings, 'speculative_model', name)}: {error}") from None
 
 
 def _with_model(model: str, given: Given) -> Given:

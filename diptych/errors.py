@@ -16,7 +16,15 @@ class BadSetting(CommandFailed):
 
 
 class ModelUnavailable(BadSetting, ValueError):
-    """MODEL names nothing that can be loaded; the message says what to do about it."""
+    """MODEL names nothing that can be loaded.
+
+    remedy   what to do about it, if the problem does not say so itself
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.problem = problem
+        self.remedy = remedy or "name a folder, a GGUF file, a Hugging Face id, demo or smollm2"
 
 
 class PortTaken(BadSetting):

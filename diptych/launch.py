@@ -19,23 +19,18 @@ from dataclasses import dataclass, field
 import httpx
 from rich.console import Console
 
-from diptych import machine, models
+from diptych import machine, models, variables
 from diptych.errors import BadSetting, CommandFailed, PortTaken
 from diptych.models import Model
-from diptych.options import Given, as_flags, unknown_variables
+from diptych.options import Given, as_flags
 from diptych.processes import Command, Probe, StartFailed, Supervisor
 from diptych.progress import Lines, starting
-from services.gateway.config import GatewaySettings
-from services.text_engine.config import TextEngineSettings
-from services.vision_encoder.config import VisionEncoderSettings
 from shared import resources
 from shared.sizes import parse_size
 
 PROBE_TIMEOUT_S = 2.0
 
 FRONT_CERT_FILE = "DIPTYCH_GATEWAY_FRONT_CERT_FILE"
-# What these processes say to each other stays on loopback: in clear, and shown to who has the token.
-OF_OTHER_MACHINES = {"DIPTYCH_TLS_CERT_FILE", "DIPTYCH_TLS_KEY_FILE", "DIPTYCH_TLS_REQUIRE_CLIENT_CERT"}
 SERVICE_TOKEN = "DIPTYCH_SERVICE_TOKEN"  # noqa: S105 - the variable's name
 
 # The gateway drains first, while both panels still work for the requests it has accepted. The cache goes last.
@@ -97,6 +92,14 @@ def check_port(host: str, port: int) -> None:
         raise BadSetting(f"--host {host} is no address of this machine; use 127.0.0.1, or 0.0.0.0 for every interface")
     owner = machine.port_owner(port) or "another program"
     raise PortTaken(f"port {port} on {host} is taken by {owner}; stop it, or choose another port with --port")
+
+
+def given_threads() -> int | None:
+    """What OMP_NUM_THREADS gives each model, None if it is not set. Raises BadSetting for what is no number."""
+    try:
+        return resources.omp_num_threads()
+    except ValueError as error:
+        raise BadSetting(str(error)) from None
 
 
 def cache_memory_bytes(size: str) -> int:
@@ -184,11 +187,9 @@ def _cache(port: int, memory_bytes: int, console: Console) -> tuple[list[Command
 
 
 def _environment(redis_url: str | None, console: Console) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name not in OF_OTHER_MACHINES}
+    environ = variables.without_unknown(os.environ)
+    env = {name: value for name, value in environ.items() if name not in variables.OF_OTHER_MACHINES}
     env["PYTHONUNBUFFERED"] = "1"
-    for settings in (GatewaySettings, VisionEncoderSettings, TextEngineSettings):
-        for name in unknown_variables(settings):  # it was said of them here, and need not be by each service
-            env.pop(name, None)
     if not env.get(SERVICE_TOKEN, "").strip():
         # As for Valkey: any user of the machine can reach the panels' ports. A variable, because `ps` shows arguments.
         env[SERVICE_TOKEN] = secrets.token_urlsafe(32)
@@ -201,8 +202,12 @@ def _environment(redis_url: str | None, console: Console) -> dict[str, str]:
 
 
 def _with_threads(env: Mapping[str, str], num_replicas: int) -> dict[str, str]:
-    """Replicas of one panel work at the same time and share the cores; the two panels take turns and each get all."""
-    threads = env.get("OMP_NUM_THREADS") or str(max(1, resources.available_cores() // max(1, num_replicas)))
+    """Replicas of one panel work at the same time and share the cores; the two panels take turns and each get all.
+
+    Raises BadSetting for an OMP_NUM_THREADS that is no number.
+    """
+    num_threads = given_threads() or max(1, resources.available_cores() // max(1, num_replicas))
+    threads = str(num_threads)
     wanted = {"DIPTYCH_ENCODER_NUM_THREADS": threads, "DIPTYCH_ENGINE_NUM_THREADS": threads}
     return {**wanted, **env, "OMP_NUM_THREADS": threads}
 

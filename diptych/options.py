@@ -6,9 +6,7 @@ wins over the default. Values travel as text: the settings class alone decides w
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import os
 import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -19,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from diptych.errors import BadSetting
-from shared.settings import SettingsError, choices, env_name, load_settings
+from shared.settings import SettingsError, choices, load_settings
 from shared.sizes import format_size
 
 Given = Mapping[str, str | bool]  # field name -> value of a flag on the command line
@@ -58,18 +56,10 @@ def with_settings(
 
 def build(settings: type[S], given: Given) -> S:
     """The settings from flags, environment and defaults. Raises BadSetting naming each wrong one."""
-    _warn_of_unknown_variables(settings)
     try:
         return load_settings(settings, **given)
     except SettingsError as error:
         raise BadSetting(str(error)) from None
-
-
-def unknown_variables(settings: type[BaseSettings]) -> list[str]:
-    """Those of this process's environment that are named like settings and are none."""
-    prefix = str(settings.model_config.get("env_prefix", "")).upper()
-    known = {env_name(settings, name) for name in settings.model_fields}
-    return [name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known]
 
 
 def as_flags(given: Given) -> list[str]:
@@ -121,12 +111,3 @@ def describe(annotation: Any) -> tuple[type, str | None]:
     if get_origin(annotation) in (tuple, list):
         return str, "A,B,…"
     return str, {int: "INT", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")
-
-
-def _warn_of_unknown_variables(settings: type[BaseSettings]) -> None:
-    """A misspelt variable would be ignored in silence. Only a warning: orchestrators inject variables of their own."""
-    known = [env_name(settings, name) for name in settings.model_fields]
-    for name in unknown_variables(settings):
-        close = difflib.get_close_matches(name.upper(), known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        typer.echo(f"warning: the environment variable {name} is no setting and is ignored{hint}", err=True)

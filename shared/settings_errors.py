@@ -96,7 +96,7 @@ def explain(cls: type[BaseSettings], details: ErrorDetails, given: Mapping[str, 
         return f"{env_name(cls, field)} is not set; wanted: {info.description}"
     # A flag wins over its variable, so a variable that is set as well is not what was refused.
     where = spelled(cls, field, details["input"], environ={} if field in given else None)
-    if "SecretStr" in repr(info.annotation):
+    if "SecretStr" in repr(info.annotation) or field.endswith("_keys"):
         where = f"{where.partition('=')[0].partition(' ')[0]} (not shown)"
     if details["type"] == "value_error":
         return f"{where} {words}" if words.startswith(("is ", "must ")) else f"{where}: {words}"

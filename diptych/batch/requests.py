@@ -5,6 +5,7 @@ A line is read when its turn comes: a batch may be larger than memory.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -51,9 +52,13 @@ class BatchInput:
     """The requests of a file.
 
     image_root   pictures are read from below this folder only; their paths are relative to the input's own folder
+
+    Raises BadSetting for a missing file or folder, and for an id that comes twice.
     """
 
     def __init__(self, path: Path, image_root: Path | None = None) -> None:
+        if image_root is not None and not image_root.is_dir():
+            raise BadSetting(f"--images {image_root} is no folder here")
         self._path = path
         self._image_root = (image_root or path.parent).resolve()
         self.places = self._scan()
@@ -66,6 +71,8 @@ class BatchInput:
         try:
             with self._path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
+                    if number == 1 and line.startswith(BOM_UTF8):
+                        offset, line = len(BOM_UTF8), line[len(BOM_UTF8) :]
                     if line.strip():
                         custom_id = _custom_id(line)
                         if custom_id is not None and seen.setdefault(custom_id, number) != number:

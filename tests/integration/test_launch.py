@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from diptych import launch, machine
-from diptych.errors import PortTaken
+from diptych import launch, machine, models
+from diptych.errors import BadSetting, PortTaken
 from diptych.models import Model
 from diptych.processes import Command, StartFailed, Supervisor, start_failed
 from tests.ports import free_port
@@ -248,3 +249,21 @@ def test_free_ports_are_distinct_and_free() -> None:
 )
 def test_the_base_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
     assert launch.Plan(model=Model("m", Path()), host=host, port=9).base_url == url
+
+
+def test_children_get_the_first_of_openmps_numbers_of_threads_and_no_misspelt_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    monkeypatch.setenv("DIPTYCH_GATWAY_API_KEYS", "x")
+    *_, engine, gateway = launch.commands(launch.Plan(model=models.resolve("demo", say=print)), Console(quiet=True))
+    assert engine.env["DIPTYCH_ENGINE_NUM_THREADS"] == engine.env["OMP_NUM_THREADS"] == "4"
+    assert "DIPTYCH_GATWAY_API_KEYS" not in engine.env.keys() | gateway.env.keys()
+
+
+def test_a_number_of_threads_that_is_none_is_refused_before_any_process_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "abc")
+    with pytest.raises(BadSetting, match="OMP_NUM_THREADS=abc is no number of threads"):
+        launch.commands(launch.Plan(model=models.resolve("demo", say=print)), Console(quiet=True))

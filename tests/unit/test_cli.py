@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ import pytest
 from pydantic_settings import BaseSettings
 
 import diptych
-from diptych import cli, options
+from diptych import cli, options, variables
 from diptych.chat import choose_model, split_words
 from diptych.demo import normal
 from diptych.errors import BadSetting
@@ -155,6 +156,32 @@ def test_the_version_is_the_distributions(run: Run) -> None:
         (["serve"], {"DIPTYCH_GATEWAY_ROUTING": "best"}, "DIPTYCH_GATEWAY_ROUTING=best is not one of affinity, round_"),
         (["text-engine", "demo", "--max-model-len", "4096"], {}, "--max-model-len 4096 is more than the 2048 tokens"),
         (["text-engine", "."], {"DIPTYCH_ENGINE_KV_CACHE_MEMORY": "2 pints"}, "DIPTYCH_ENGINE_KV_CACHE_MEMORY"),
+        (
+            ["serve", "--num-threads", "99999"],
+            {},
+            "--num-threads 99999 is too large; give a whole number from 1 to 1024",
+        ),
+        (["vision-encoder", "demo", "--num-threads", "1025"], {}, "--num-threads 1025 is too large"),
+        (
+            ["gateway"],
+            {"DIPTYCH_GATEWAY_API_KEYS": "[alpha, beta]"},
+            "DIPTYCH_GATEWAY_API_KEYS (not shown): no key may begin or end with a bracket or quote; write keys as",
+        ),
+        (
+            ["gateway", "--admin-keys", '"alpha"'],
+            {},
+            "--admin-keys (not shown): no key may begin or end with a bracket",
+        ),
+        (
+            ["serve", "--speculative-model", "nosuch"],
+            {},
+            "--speculative-model nosuch: model 'nosuch' is neither a folder here",
+        ),
+        (
+            ["text-engine", "demo"],
+            {"DIPTYCH_ENGINE_SPECULATIVE_MODEL": "nosuch"},
+            "DIPTYCH_ENGINE_SPECULATIVE_MODEL=nosuch: model 'nosuch' is neither",
+        ),
         (["serve", "no-such-model"], {}, "model 'no-such-model' is neither a folder here"),
         (["serve", "--host", "192.0.2.1"], {}, "--host 192.0.2.1 is no address of this machine"),
         (["chat", "no-such.png", "What is it?"], {}, "there is no picture 'no-such.png'"),
@@ -177,14 +204,66 @@ def test_a_bad_setting_ends_with_one_message_and_exit_code_2(
     assert done.stdout == ""
 
 
-def test_a_misspelt_variable_is_pointed_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DIPTYCH_ENGINE_MAX_MODEL_LENGHT", "1000")
-    options.build(TextEngineSettings, {"model": "."})
-    said = capsys.readouterr().err
-    assert "DIPTYCH_ENGINE_MAX_MODEL_LENGHT is no setting and is ignored" in said
-    assert "did you mean DIPTYCH_ENGINE_MAX_MODEL_LEN?" in said
+@pytest.mark.parametrize("command", [["serve"], ["gateway"], ["vision-encoder", "demo"], ["text-engine", "demo"]])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("DIPTYCH_ENGINE_MAX_MODEL_LENGHT", "DIPTYCH_ENGINE_MAX_MODEL_LEN"),
+        ("DIPTYCH_GATWAY_API_KEYS", "DIPTYCH_GATEWAY_API_KEYS"),
+        ("DIPTYCH_API_KEYS", "DIPTYCH_GATEWAY_API_KEYS"),
+        ("DIPTYCH_API_KEYES", "DIPTYCH_GATEWAY_API_KEYS"),
+        ("DIPTYCH_DTYPE", "DIPTYCH_ENCODER_DTYPE or DIPTYCH_ENGINE_DTYPE"),
+        ("DIPTYCH_TLS_CERTFILE", "DIPTYCH_TLS_CERT_FILE"),
+    ],
+)
+def test_a_misspelt_variable_is_pointed_out_once(run: Run, command: list[str], name: str, meant: str) -> None:
+    done = run(*command, "--host", "192.0.2.1", **{name: "1000"})
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert warnings == [f"warning: the environment variable {name} is no setting and is ignored; did you mean {meant}?"]
+
+
+def test_for_a_variable_that_is_like_no_other_nothing_is_proposed(run: Run) -> None:
+    done = run("serve", "--host", "192.0.2.1", DIPTYCH_FOO="x")
+    assert done.stderr.startswith("warning: the environment variable DIPTYCH_FOO is no setting and is ignored\n")
+
+
+def test_no_variable_that_exists_is_taken_for_a_misspelt_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in known_variables():
+        monkeypatch.setenv(name, "x")
+    assert variables.unknown() == []
+
+
+def test_serve_listens_where_the_gateways_variables_say_unless_a_flag_says_otherwise(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        here = {"DIPTYCH_GATEWAY_PORT": port, "DIPTYCH_GATEWAY_HOST": "127.0.0.1"}
+        assert f"port {port} on 127.0.0.1 is taken" in run("serve", **here).stderr
+        assert "--host 192.0.2.1 is no" in run("serve", **here | {"DIPTYCH_GATEWAY_HOST": "192.0.2.1"}).stderr
+        elsewhere = {"DIPTYCH_GATEWAY_PORT": "1", "DIPTYCH_GATEWAY_HOST": "192.0.2.1"}
+        assert f"port {port} on" in run("serve", "--host", "127.0.0.1", "--port", port, **elsewhere).stderr
+    assert re.search(r"DIPTYCH_GATEWAY_PORT\).*default: 8000", run("serve", "--help").stdout)
+
+
+def test_serve_names_the_variables_that_it_does_not_follow(run: Run) -> None:
+    followed = {"DIPTYCH_ENGINE_MAX_NUM_SEQS": "7", "MODEL": "demo"}
+    overruled = {
+        "DIPTYCH_ENCODER_MODEL": "llava",
+        "DIPTYCH_ENGINE_PORT": "9001",
+        "DIPTYCH_GATEWAY_TEXT_ENGINES": "http://a:1",
+    }
+    done = run("serve", "demo", "--host", "192.0.2.1", **followed, **overruled)
+    [warning, error] = done.stderr.splitlines()
+    assert warning.startswith("warning: diptych serve sets these itself")
+    assert warning.endswith(": DIPTYCH_ENCODER_MODEL, DIPTYCH_ENGINE_PORT, DIPTYCH_GATEWAY_TEXT_ENGINES")
+    assert "--host" in error
+
+
+@pytest.mark.parametrize("command", ["serve", "vision-encoder", "text-engine"])
+@pytest.mark.parametrize("value", ["abc", "0", "99999", "-1", ",4"])
+def test_a_number_of_threads_that_is_none_is_not_blamed_on_another_variable(run: Run, command: str, value: str) -> None:
+    done = run(command, "no-such-model" if command == "serve" else "demo", OMP_NUM_THREADS=value)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: OMP_NUM_THREADS={value} is no number of threads; give a whole number from 1")
 
 
 def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

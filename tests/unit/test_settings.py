@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
+from shared import resources
 from shared.settings import SettingRefused, SettingsError, choices, env_name, load_settings, reason_of
 from shared.sizes import format_size, parse_size
 
@@ -114,3 +115,22 @@ def test_settings_cannot_be_changed_afterwards() -> None:
     settings = load_settings(VisionEncoderSettings, model="m")
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("given", "threads"), [("4,2", 4), (" 3 ", 3), ("1024", 1024)])
+def test_a_model_has_the_first_of_openmps_numbers_of_threads(
+    monkeypatch: pytest.MonkeyPatch, given: str, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert load_settings(VisionEncoderSettings, model="m").tower_threads == threads
+    assert resources.default_threads() == threads
+
+
+def test_a_model_has_every_core_where_openmp_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert resources.default_threads() == resources.available_cores()
+
+
+@pytest.mark.parametrize("keys", ["alpha,beta", "alice:p[w, bob:a'b"])
+def test_a_key_may_hold_a_bracket_or_quote_within(keys: str) -> None:
+    assert load_settings(GatewaySettings, api_keys=keys).api_keys == tuple(keys.replace(" ", "").split(","))
