@@ -39,6 +39,9 @@ async def read_json(request: Request, model: type[Model], max_bytes: int, *, if_
     # Browsers send other types across origins without asking; JSON they must ask for first.
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidRequest(f"the content type is {content_type[:60]!r}; send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        raise InvalidRequest(f"the content encoding is {encoding[:60]!r}; send the body as it is")
     body = bytearray()
     async for chunk in limited_stream(request, max_bytes):
         body += chunk

@@ -363,6 +363,18 @@ def test_numbers_that_are_none_are_refused(stack: Stack, value: str):
     assert stack.chat().status_code == 200
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, deflate"])
+def test_a_packed_body_is_refused_by_its_encoding_and_not_as_broken_json(stack: Stack, encoding: str):
+    headers = _json_type() | {"Content-Encoding": encoding}
+    answer = stack.http.post("/v1/chat/completions", content=b"\x1f\x8b\x08\x00", headers=headers)
+    assert encoding.lower() in assert_openai_error(answer, 400)["message"]
+    body = b'{"messages":[{"role":"user","content":"hi"}]}'
+    plain = stack.http.post(
+        "/v1/chat/completions", content=body, headers=_json_type() | {"Content-Encoding": "identity"}
+    )
+    assert plain.status_code == 200
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_above_the_limit_is_413_and_one_below_is_read(stack: Stack, chunked: bool):
     """Case A32."""
