@@ -18,6 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
+from shared.image_header import SUPPORTED_FORMATS
 from tests.e2e.browser import PHONE, Watched, chromium, watched_page
 from tests.e2e.system import ROOT, System, picture, running_system
 from tests.gateway_stack import data_url, eventually, running_stack
@@ -236,11 +237,120 @@ def test_an_error_is_told_in_words_with_a_remedy(visit: Callable[..., Watched]) 
     watched.assert_accessible()
 
 
-def test_a_file_that_is_no_picture_is_refused_before_it_is_sent(visit: Callable[..., Watched], tmp_path: Path) -> None:
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    path = tmp_path / "broken.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    return path
+
+
+@pytest.mark.parametrize("color_scheme", ["light", "dark"])
+def test_a_refused_picture_holds_the_question_back_until_it_is_removed(
+    visit: Callable[..., Watched], broken: Path, color_scheme: str
+) -> None:
+    watched = visit(color_scheme=color_scheme)
+    page = watched.page
+    page.locator("#files").set_input_files([SAMPLES / "food.png", broken])
+    expect(page.locator("#attached .refused")).to_have_text("broken.png cannot be read as a picture.")
+    page.locator("#question").fill("What is this?")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text("Not sent, because broken.png cannot be used. Remove it first.")
+    expect(page.locator("#attached li")).to_have_count(2)
+    expect(page.locator("#question")).to_have_value("What is this?")
+    expect(page.locator(".question")).to_have_count(0)
+    expect(page.locator("#attached .cost")).to_contain_text("token")
+    watched.assert_accessible()
+    page.get_by_role("button", name="Remove broken.png").click()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.keyboard.press("Enter")
+    assert words(last_answer(page))
+    expect(page.locator(".question img")).to_have_count(1)
+
+
+def read_slowly(page: Page) -> Callable[[], None]:
+    """From now on the browser reads no picture until what this returns is called."""
+    page.evaluate("""() => {
+        const read = createImageBitmap;
+        const isAllowed = new Promise((allow) => { window.allowReading = allow; });
+        window.createImageBitmap = (blob) => isAllowed.then(() => read(blob));
+    }""")
+    return lambda: page.evaluate("allowReading()")
+
+
+def test_a_question_waits_for_pictures_that_are_still_being_read(visit: Callable[..., Watched]) -> None:
+    watched = visit()
+    page = watched.page
+    go_on = read_slowly(page)
+    page.locator("#files").set_input_files(SAMPLES / "food.png")
+    expect(page.locator("#attached .reading")).to_have_text("Reading…")
+    page.locator("#question").fill("What is this?")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Waiting…")).to_have_attribute("aria-disabled", "true")
+    expect(page.locator("#status")).to_have_text("Waiting until every picture is read")
+    expect(page.locator("#question")).to_have_value("What is this?")
+    expect(page.locator(".question")).to_have_count(0)
+    watched.assert_accessible()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        go_on()
+    content = json.loads(sent.value.post_data or "{}")["messages"][-1]["content"]
+    assert [part["type"] for part in content] == ["image_url", "text"]
+    last_answer(page)
+    expect(page.locator("#question")).to_be_editable()
+    expect(page.get_by_role("button", name="Send")).to_have_attribute("aria-disabled", "false")
+
+
+def test_a_picture_that_turns_out_bad_holds_back_the_question_that_waited(
+    visit: Callable[..., Watched], broken: Path
+) -> None:
     page = visit().page
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
-    page.locator("#files").set_input_files(tmp_path / "broken.png")
-    expect(page.locator("#attached .refused")).to_contain_text("broken.png cannot be read as a picture")
+    go_on = read_slowly(page)
+    page.locator("#files").set_input_files(broken)
+    page.locator("#question").fill("What is this?")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Waiting…")).to_be_visible()
+    go_on()
+    expect(page.get_by_role("alert")).to_contain_text("Not sent, because broken.png")
+    expect(page.locator("#question")).to_be_editable()
+    expect(page.locator("#question")).to_have_value("What is this?")
+    expect(page.locator(".question")).to_have_count(0)
+
+
+def test_removing_a_picture_that_is_being_read_ends_the_wait_without_sending(visit: Callable[..., Watched]) -> None:
+    page = visit().page
+    go_on = read_slowly(page)
+    page.locator("#files").set_input_files(SAMPLES / "food.png")
+    page.locator("#question").fill("What is this?")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Remove food.png").click()
+    go_on()
+    expect(page.locator("#status")).to_have_text("0 pictures attached")
+    expect(page.locator("#attached li")).to_have_count(0)
+    expect(page.locator("#question")).to_have_value("What is this?")
+    expect(page.locator(".question")).to_have_count(0)
+    expect(page.get_by_role("button", name="Send")).to_have_attribute("aria-disabled", "false")
+
+
+@pytest.mark.parametrize("ending", ["tiff", "ico"])  # Chromium reads the second, the server neither
+def test_a_format_that_is_not_taken_is_refused_with_those_that_are(
+    visit: Callable[..., Watched], tmp_path: Path, ending: str
+) -> None:
+    page = visit().page
+    path = tmp_path / f"scan.{ending}"
+    Image.open(SAMPLES / "food.png").save(path)
+    page.locator("#files").set_input_files(path)
+    formats = ", ".join(SUPPORTED_FORMATS)
+    refusal = f"scan.{ending} is not a supported image; supported formats: {formats}."
+    expect(page.locator("#attached .refused")).to_have_text(refusal)
+
+
+def test_every_format_that_the_server_takes_can_be_attached(visit: Callable[..., Watched], tmp_path: Path) -> None:
+    page = visit().page
+    paths = [tmp_path / f"food.{name.lower()}" for name in SUPPORTED_FORMATS]
+    for path in paths:
+        Image.open(SAMPLES / "food.png").convert("RGB").save(path)
+    page.locator("#files").set_input_files(paths)
+    expect(page.locator("#attached img")).to_have_count(len(SUPPORTED_FORMATS))
+    expect(page.locator("#attached .refused")).to_have_count(0)
 
 
 def test_a_server_that_is_gone_is_said_to_be(visit: Callable[..., Watched]) -> None:

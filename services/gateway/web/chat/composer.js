@@ -6,6 +6,9 @@ import { pictureElement, picturesIn, readPicture } from "./pictures.js";
 
 const COUNT_AFTER_MS = 350;
 
+// An entry is { name } while its file is being read, then it has a `picture` or a `problem`.
+const isBeingRead = ({ picture, problem }) => !picture && !problem;
+
 export class Composer {
   /** onSend(text, pictures); context() -> { model, messages } that the question would go with, for counting. */
   constructor({ onSend, onStop, onEditLast, context }) {
@@ -15,6 +18,7 @@ export class Composer {
     this.pictures = [];
     this.question = byId("question");
     this.isBusy = false;
+    this.isWaiting = false; // to send, until every picture is read
     byId("composer").onsubmit = (event) => { event.preventDefault(); this.send(); };
     byId("stop").onclick = onStop;
     byId("pick").onclick = () => byId("files").click();
@@ -27,28 +31,36 @@ export class Composer {
   get text() { return this.question.value.trim(); }
 
   write(text, pictures = []) {
+    this.#wait(false);
     this.question.value = text;
-    this.pictures = pictures.map((picture) => ({ picture }));
+    this.pictures = pictures.map((picture) => ({ name: picture.name, picture }));
     this.#changed();
     this.question.focus();
   }
 
-  /** Pictures the browser can read join the question; of the others a note stays until the next change. */
+  /** Pictures that can be read join the question; for each of the others stands a note until it is removed. */
   async add(blobs) {
-    const read = await Promise.allSettled(blobs.map((blob) => readPicture(blob)));
-    for (const result of read) {
-      if (result.status === "fulfilled") this.pictures.push({ picture: result.value });
-      else this.pictures.push({ problem: result.reason.message });
-    }
+    const entries = blobs.map((blob) => ({ name: blob.name || "the file" }));
+    this.pictures.push(...entries);
     this.#changed();
-    announce(`${plural(this.pictures.filter((each) => each.picture).length, "picture")} attached`);
     this.question.focus();
+    const read = await Promise.allSettled(blobs.map((blob) => readPicture(blob)));
+    read.forEach(({ value, reason }, index) => Object.assign(entries[index], reason ? { problem: reason.message } : { picture: value }));
+    this.#changed();
+    const problems = entries.flatMap(({ problem }) => problem ?? []);
+    announce([...problems, `${plural(this.pictures.filter(({ picture }) => picture).length, "picture")} attached`].join(" "));
+    if (this.isWaiting) this.send();
   }
 
+  /** With every picture or not at all: waits for those that are being read, and keeps everything where one is refused. */
   send() {
-    const pictures = this.pictures.flatMap(({ picture }) => (picture ? [picture] : []));
-    const text = this.text || (pictures.length ? "What do you see?" : "");
-    if (!text || this.isBusy) return;
+    const text = this.text || (this.pictures.length ? "What do you see?" : "");
+    const isAllowed = Boolean(text) && !this.isBusy;
+    this.#wait(isAllowed && this.pictures.some(isBeingRead));
+    if (!isAllowed || this.isWaiting) return;
+    const refused = this.pictures.filter(({ problem }) => problem);
+    if (refused.length) { this.#holdBack(refused); return; }
+    const pictures = this.pictures.map(({ picture }) => picture);
     this.question.value = "";
     this.pictures = [];
     this.#changed();
@@ -96,7 +108,21 @@ export class Composer {
 
   // --- what is shown ---
 
+  #wait(isWaiting) {
+    if (isWaiting && !this.isWaiting) announce("Waiting until every picture is read");
+    this.isWaiting = isWaiting;
+    this.question.readOnly = isWaiting;
+    byId("send").ariaDisabled = String(isWaiting);
+    byId("send").textContent = isWaiting ? "Waiting…" : "Send";
+  }
+
+  #holdBack(refused) {
+    const [what, them] = refused.length === 1 ? [refused[0].name, "it"] : [plural(refused.length, "file"), "them"];
+    byId("unsent").textContent = `Not sent, because ${what} cannot be used. Remove ${them} first.`;
+  }
+
   #changed() {
+    byId("unsent").textContent = "";
     this.#draw();
     this.#grow();
     this.#countSoon();
@@ -115,13 +141,15 @@ export class Composer {
 
   #thumbnail(entry) {
     const remove = el("button.icon", { type: "button", onclick: () => this.#remove(entry),
-      "aria-label": `Remove ${entry.picture?.name ?? "this note"}` }, icon("close"));
-    if (!entry.picture) return el("li.refused", {}, el("span.small", {}, entry.problem), remove);
+      "aria-label": `Remove ${entry.name}` }, icon("close"));
+    if (isBeingRead(entry)) return el("li.reading", { title: entry.name }, el("span.small", {}, "Reading…"), remove);
+    if (entry.problem) return el("li.refused", {}, el("span.small", {}, entry.problem), remove);
     entry.cost = el("span.cost.tiny", {}, "…");
     return el("li", {}, pictureElement(entry.picture), entry.cost, remove);
   }
 
   #remove(entry) {
+    this.#wait(false);
     this.pictures = this.pictures.filter((each) => each !== entry);
     this.#changed();
     this.question.focus();

@@ -4,17 +4,32 @@
 
 const dataUrls = new WeakMap(); // blob -> promise of its data URL: a conversation sends its pictures with every turn
 
-/** Throws an Error in words if the browser cannot read the file as a picture. */
+// How the files begin that the server takes: a browser reads others, too, which would be refused only once they are sent.
+const FORMATS = {
+  JPEG: /^\xff\xd8\xff/,
+  PNG: /^\x89PNG\r\n\x1a\n/,
+  WebP: /^RIFF[^]{4}WEBP/,
+  GIF: /^GIF8[79]a/,
+  BMP: /^BM/,
+};
+const HEADER_BYTES = 12;
+
+/** Throws an Error in words if the server does not take the file's format, or the browser cannot read it. */
 export async function readPicture(blob, name = blob.name) {
-  let bitmap;
-  try {
-    bitmap = await createImageBitmap(blob); // upright: the server, too, applies the orientation that a camera noted
-  } catch {
-    throw new Error(`${name || "The file"} cannot be read as a picture.`);
+  const file = name || "The file";
+  const unreadable = () => { throw new Error(`${file} cannot be read as a picture.`); };
+  if (!(await isSupported(blob).catch(unreadable))) {
+    throw new Error(`${file} is not a supported image; supported formats: ${Object.keys(FORMATS).join(", ")}.`);
   }
+  const bitmap = await createImageBitmap(blob).catch(unreadable); // upright, as the server's: a camera's note is applied
   const { width, height } = bitmap;
   bitmap.close();
   return { blob, name: name || "picture", width, height };
+}
+
+async function isSupported(blob) {
+  const header = new Uint8Array(await blob.slice(0, HEADER_BYTES).arrayBuffer());
+  return Object.values(FORMATS).some((beginning) => beginning.test(String.fromCharCode(...header)));
 }
 
 export function dataUrl({ blob }) {
