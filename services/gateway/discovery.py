@@ -136,7 +136,7 @@ class Discovery(Generic[PublishedInfo]):
             self._pool.probed(replica, ready=info is not None, info=info)
         except (TimeoutError, httpx.TimeoutException):
             replica.num_missed_probes += 1
-            reason = "no answer"
+            reason = "it does not answer"
             if replica.num_missed_probes > MAX_MISSED_PROBES:
                 self._pool.probed(replica, ready=False, info=None)
         except (httpx.HTTPError, ValidationError) as error:
@@ -167,7 +167,14 @@ class Discovery(Generic[PublishedInfo]):
 
 
 def _reason(error: httpx.HTTPError | ValidationError) -> str:
-    return f"status {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
+    """For people; addresses stay in the log."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"it answers with status {error.response.status_code}"
+    if isinstance(error, httpx.ConnectError):
+        return "nobody can be reached there"
+    if isinstance(error, httpx.TransportError):
+        return "the connection to it broke"
+    return "what it says of itself is not understood"
 
 
 def _refusal(error: httpx.HTTPError | ValidationError) -> str:

@@ -19,7 +19,7 @@ from shared.state import BlockMap, EngineState
 from shared.wire import EncoderInfo, ModelInfo
 from tests.gateway_stack import Stack, assert_openai_error, data_url, eventually, running_stack
 from tests.ports import refusing_port
-from tests.scripted import EncoderScript, png
+from tests.scripted import EncoderScript, EngineScript, png
 
 BLOCKS = BlockMap(
     num_blocks=3,
@@ -259,6 +259,7 @@ def test_a_picture_that_is_refused_is_not_counted_as_encoded(stack: Stack):
     before = num_encoded()
     assert_openai_error(stack.ask(data_url(b"no picture at all")), 400, "unsupported_image_format")
     stack.encoder.script = EncoderScript(fail=InvalidImage("the image is truncated"))  # after it was admitted
+    stack.engine.script = EngineScript(first_token_delay_s=1.0)  # a real one waits for the picture
     assert_openai_error(stack.ask(data_url(png(61))), 400, "invalid_image")
     stack.reset()
     assert num_encoded() == before

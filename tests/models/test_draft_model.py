@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.cli import _draft_folder
-from diptych.errors import ModelUnavailable
+from diptych.errors import BadSetting
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.draft_model import DraftModelDrafter
 from services.text_engine.core.sequence import ImageSpan
@@ -336,5 +336,5 @@ def test_a_draft_model_that_could_not_be_used_is_refused(llama: Path, settings: 
 def test_on_the_command_line_it_may_be_whatever_a_model_may_be(llama: Path):
     assert _draft_folder(TextEngineSettings(model=llama)) is None
     assert _draft_folder(TextEngineSettings(model=llama, speculative_model=llama)) == llama
-    with pytest.raises(ModelUnavailable, match="no such model"):
+    with pytest.raises(BadSetting, match="speculative_model='no such model'"):
         _draft_folder(TextEngineSettings(model=llama, speculative_model="no such model"))

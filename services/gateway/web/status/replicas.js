@@ -49,7 +49,7 @@ class Card {
 
 function condition(replica) {
   if (replica.problem) return [`not used: ${replica.problem}`, "bad"];
-  if (!replica.ready) return ["not ready", "bad"];
+  if (!replica.ready) return [replica.reason ? `not ready: ${replica.reason}` : "not ready", "bad"];
   if (replica.ejected) return ["left alone after failures", "warn"];
   return replica.state ? ["ready", "good"] : ["ready, but silent", "warn"];
 }
