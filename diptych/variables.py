@@ -28,7 +28,8 @@ OF_OTHER_MACHINES: Final = ("DIPTYCH_TLS_CERT_FILE", "DIPTYCH_TLS_KEY_FILE", "DI
 # A panel of `serve` is one of many, so its place and its model are its own; the gateway is told where they are.
 OVERRULED_BY_SERVE: Final = (
     *(f"{PREFIX}{panel}_{name}" for panel in ("ENCODER", "ENGINE") for name in ("SERVED_MODEL_NAME", "HOST", "PORT")),
-    *("DIPTYCH_GATEWAY_VISION_ENCODERS", "DIPTYCH_GATEWAY_TEXT_ENGINES"),
+    "DIPTYCH_GATEWAY_VISION_ENCODERS",
+    "DIPTYCH_GATEWAY_TEXT_ENGINES",
     *OF_OTHER_MACHINES,
 )
 MODELS: Final = ("MODEL", "DIPTYCH_ENCODER_MODEL", "DIPTYCH_ENGINE_MODEL")

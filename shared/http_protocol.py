@@ -12,6 +12,7 @@ from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 GOODBYE_S: Final = 0.5
+JOINED_BYTES: Final = 64 * 1024  # a body up to this size is copied behind its head; a larger one is not worth it
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -54,12 +55,14 @@ class _HeadJoiner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def write(self, data: bytes) -> None:
-        if self._head is not None:
+    def write(self, data: bytes | memoryview) -> None:
+        if self._head is not None and len(data) <= JOINED_BYTES:
             data = self._head + data
             self._head = None
-        elif data.startswith(b"HTTP/1.1 "):
-            self._head = data
+        elif self._head is not None:
+            self._flush()
+        elif data[:9] == b"HTTP/1.1 ":
+            self._head = bytes(data)
             self._loop.call_soon(self._flush)
             return
         self._transport.write(data)

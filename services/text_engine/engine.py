@@ -26,7 +26,7 @@ from services.text_engine.runner.grammar import GrammarCompiler
 from services.text_engine.runner.logits_processors import LogitsProcessors
 from services.text_engine.runner.model_runner import ModelRunner
 from services.text_engine.runner.tensor_parallel import RankFailed
-from services.text_engine.runner.token_bans import NOTHING_LEFT, token_bans
+from services.text_engine.runner.token_bans import NOTHING_LEFT, BanCompiler
 from services.text_engine.tokenizer import Tokenizer
 from shared.errors import ContextTooLong, DiptychError, InvalidRequest
 from shared.hashing import digest
@@ -179,6 +179,7 @@ class Engine:
         self.grammars = grammars
         self.processors = processors
         self.vocab_size = vocab_size
+        self._bans = BanCompiler(tokenizer, vocab_size)
         self.max_model_len = max_model_len
         self.queue = queue or QueueLimit(scheduler)
         self.adapters = adapters or Adapters("the model")
@@ -223,7 +224,7 @@ class Engine:
             if adapter is not None:
                 sequence.adapter, sequence.adapter_key = adapter.number, adapter.identity.key
             sequence.processors = self.processors.for_request(sampling.extra_args, request.token_ids)
-            sequence.bans = token_bans(sampling, self.tokenizer, self.vocab_size)
+            sequence.bans = self._bans.for_request(sampling)
             detokenizer = Detokenizer(
                 self.tokenizer,
                 stop=sampling.stop,
@@ -433,7 +434,7 @@ class Engine:
         if request.adapter is not None:
             self.adapters.find(request.adapter)
         self.processors.for_request(sampling.extra_args, request.token_ids)
-        token_bans(sampling, self.tokenizer, self.vocab_size)
+        self._bans.for_request(sampling)
         self.queue.check(request.priority, sampling.n)
         if sampling.constraint is not None:
             self.grammars.check(sampling.constraint, request.reasoning)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from services.text_engine.runner.token_bans import TokenBans
+from services.text_engine.core.sequence import Sequence
+from services.text_engine.runner.sampler import NON_FINITE, Sampler
+from services.text_engine.runner.token_bans import NOTHING_LEFT, TokenBans
+from shared.sampling import SamplingParams
 
 NEVER = float("-inf")
 
@@ -30,3 +33,16 @@ def test_the_last_token_of_a_word_is_forbidden_where_the_others_stand_before_it(
 
 def test_words_are_forbidden_among_what_is_allowed():
     assert left(TokenBans([3, 4], [(3,)], 8), [7]) == {4}
+
+
+def test_a_row_that_the_model_spoilt_is_not_laid_on_the_request():
+    def error_of(row: list[float], bans: TokenBans) -> str | None:
+        sequence = Sequence("r", [1, 2], 2, SamplingParams(temperature=0.0), 9)
+        sequence.bans = bans
+        [sampled] = Sampler(4, [], frozenset()).sample(torch.tensor([row]), [sequence])
+        return sampled.error
+
+    everything = TokenBans([3], [(3,)], 4)
+    assert error_of([1.0, 2.0, 3.0, 4.0], everything) == NOTHING_LEFT
+    assert error_of([1.0, float("nan"), 3.0, 4.0], everything) == NON_FINITE
+    assert error_of([1.0, 2.0, 3.0, 4.0], TokenBans([3], [], 4)) is None

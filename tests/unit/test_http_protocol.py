@@ -8,7 +8,10 @@ import time
 
 from starlette.types import Receive, Scope, Send
 
+from shared.http_protocol import JOINED_BYTES
 from tests.scripted import serve
+
+LARGE = JOINED_BYTES + 1
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -21,6 +24,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [(b"x-one", b"1")]})
     if scope["path"] == "/later":
         await asyncio.sleep(0.3)
+    if scope["path"] == "/large":
+        await send({"type": "http.response.body", "body": memoryview(bytes(LARGE)), "more_body": True})
     await send({"type": "http.response.body", "body": b"HTTP/1.1 is what", "more_body": True})
     await send({"type": "http.response.body", "body": b" this is about", "more_body": False})
 
@@ -50,6 +55,15 @@ def test_a_head_does_not_wait_for_a_body_that_is_not_there_yet():
     assert first.endswith(b"\r\n\r\n")
     assert b"x-one: 1\r\n" in first
     assert b"".join(rest).startswith(b"10\r\nHTTP/1.1 is what\r\n")
+
+
+def test_a_large_body_follows_its_head_whole():
+    with serve(app) as url:
+        answer = b"".join(pieces(url, b"/large"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert body.startswith(b"%x\r\n\0" % LARGE)
+    assert body.count(b"\0") == LARGE
 
 
 def test_what_the_server_refuses_by_itself_arrives_before_the_connection_ends():

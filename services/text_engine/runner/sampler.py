@@ -62,7 +62,8 @@ class Sampler:
         if self.banned_ids:
             logits[:, self.banned_ids] = float("-inf")
         best, greedy_ids = logits.max(dim=-1)
-        errors = [_problem(s, is_finite) for s, is_finite in zip(sequences, torch.isfinite(best).tolist(), strict=True)]
+        is_finite = torch.isfinite(best).tolist()
+        errors = [_problem(s, fine, row) for s, fine, row in zip(sequences, is_finite, logits, strict=True)]
         wanted_logprobs = self._logprobs(logits, sequences)
         token_ids = greedy_ids.tolist()
         special = [i for i, s in enumerate(sequences) if errors[i] is None and _needs_own_row(s)]
@@ -71,7 +72,7 @@ class Sampler:
             for row, i in zip(rows, special, strict=True):
                 self._adjust(row, sequences[i])
                 if sequences[i].processors is not None or sequences[i].bans is not None:
-                    errors[i] = _problem(sequences[i], bool(torch.isfinite(row.max())))
+                    errors[i] = _problem(sequences[i], bool(torch.isfinite(row.max())), row)
             if any(errors[i] is not None for i in special):
                 rows = rows[[errors[i] is None for i in special]]
                 special = [i for i in special if errors[i] is None]
@@ -93,7 +94,7 @@ class Sampler:
         rows = logits[:, : self.vocab_size]
         wanted_logprobs = self._logprobs(rows, sequences)
         for row, sequence in zip(rows, sequences, strict=True):
-            if _needs_own_row(sequence) and _problem(sequence, is_finite=True) is None:
+            if _needs_own_row(sequence) and _problem(sequence, True, row) is None:
                 self._adjust(row, sequence)
         if all(sequence.sampling.is_greedy for sequence in sequences):
             best, chosen = rows.max(dim=-1)
@@ -104,7 +105,7 @@ class Sampler:
         token_ids = to_host(torch.where(is_finite, chosen, -1))
         results = []
         for token_id, sequence, logprobs, row in zip(token_ids, sequences, wanted_logprobs, rows, strict=True):
-            error = _problem(sequence, token_id >= 0)
+            error = _problem(sequence, token_id >= 0, row)
             if error is None and sequence.token_filter is not None:
                 sequence.token_filter.accept(token_id)
             results.append(self._result(token_id, error, logprobs, row))
@@ -215,9 +216,9 @@ class Sampler:
         return self._process_seed ^ (sequence.arrival << 1) if seed is None else seed
 
 
-def _problem(sequence: Sequence, is_finite: bool) -> str | None:
+def _problem(sequence: Sequence, is_finite: bool, row: torch.Tensor) -> str | None:
     """Why no token can be chosen for this row, if so."""
-    if not is_finite and sequence.bans is not None:
+    if not is_finite and sequence.bans is not None and row.max() == float("-inf"):
         return NOTHING_LEFT
     if not is_finite:
         return NON_FINITE if sequence.processors is None else PROCESSED_AWAY

@@ -6,6 +6,7 @@ What a grammar allows is the grammar's (`grammar`), what operators' classes chan
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from services.text_engine.tokenizer import Tokenizer
 from shared.errors import InvalidRequest
 from shared.sampling import SamplingParams
 
+MAX_REMEMBERED: Final = 64
 NOTHING_LEFT: Final = "no token is left to choose: allowed_token_ids, bad_words and the rest forbid them all"
 
 
@@ -41,12 +43,24 @@ class TokenBans:
                 row[last] = float("-inf")
 
 
-def token_bans(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> TokenBans | None:
-    """None if the request forbids nothing. Raises InvalidRequest for a word without tokens."""
-    if not sampling.allowed_token_ids and not sampling.bad_words:
-        return None
-    words = [tokens for word in sampling.bad_words for tokens in _spellings(word, tokenizer)]
-    return TokenBans(sampling.allowed_token_ids, words, vocab_size)
+class BanCompiler:
+    """Makes bans and remembers the latest: words are read in the thread that checks a request, and only looked up in
+    the engine's, for each of its choices. Any thread may ask."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._made = lru_cache(maxsize=MAX_REMEMBERED)(self._make)
+
+    def for_request(self, sampling: SamplingParams) -> TokenBans | None:
+        """None if it forbids nothing. Raises InvalidRequest for a word without tokens."""
+        if not sampling.allowed_token_ids and not sampling.bad_words:
+            return None
+        return self._made(tuple(sampling.allowed_token_ids), tuple(sampling.bad_words))
+
+    def _make(self, allowed: tuple[int, ...], bad_words: tuple[str, ...]) -> TokenBans:
+        words = [tokens for word in bad_words for tokens in _spellings(word, self._tokenizer)]
+        return TokenBans(allowed, words, self._vocab_size)
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> set[tuple[int, ...]]:
