@@ -116,7 +116,6 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
         has_grid_positions=config.rope.sections is not None,
         merge_rows=model.parts.merge_rows,
         workers=workers,
-        host_tier=model.host_tier,
         draft=draft,
     )
     blocks = BlockManager(

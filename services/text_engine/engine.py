@@ -198,46 +198,50 @@ class Engine:
         An answer may fill what the context leaves after the prompt; a larger max_tokens is cut to that.
         """
         self.check(request)
-        sampling = request.sampling
-        room = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens)
-        num_prompt_tokens = len(request.token_ids)
-        max_total = room if sampling.max_tokens is None else min(room, num_prompt_tokens + sampling.max_tokens)
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
-        choices = []
-        for index in range(sampling.n):
-            sequence = Sequence(
-                request_id=request.request_id,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=num_prompt_tokens,
-                sampling=sampling,
-                max_total_tokens=max_total,
-                index=index,
-                priority=request.priority,
-                images=request.images,
-                cache_salt=digest(request.cache_salt.encode(), self._num_cache_resets.to_bytes(8, "big")),
-                token_filter=(
-                    None
-                    if sampling.constraint is None
-                    else self.grammars.matcher(sampling.constraint, request.reasoning)
-                ),
-            )
-            if adapter is not None:
-                sequence.adapter, sequence.adapter_key = adapter.number, adapter.identity.key
-            sequence.processors = self.processors.for_request(sampling.extra_args, request.token_ids)
-            sequence.bans = self._bans.for_request(sampling)
-            detokenizer = Detokenizer(
-                self.tokenizer,
-                stop=sampling.stop,
-                include_stop=sampling.include_stop_str_in_output,
-                skip_special=sampling.skip_special_tokens,
-            )
-            choices.append(_Choice(sequence, detokenizer))
+        choices: list[_Choice] = []
+        for index in range(request.sampling.n):
+            first = choices[0].sequence if choices else None
+            choices.append(self._new_choice(request, index, first, adapter))
         if adapter is not None:
             self.adapters.acquire(adapter)
         self._requests[request.request_id] = _Request(request, choices, added=time.monotonic(), adapter=adapter)
         self.embeddings.register(request.request_id, request.image_refs)
         for choice in choices:
             self.scheduler.add(choice.sequence)
+
+    def _new_choice(
+        self, request: EngineRequest, index: int, first: Sequence | None, adapter: Adapter | None
+    ) -> _Choice:
+        sampling = request.sampling
+        num_prompt_tokens = len(request.token_ids)
+        room = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens)
+        max_total = room if sampling.max_tokens is None else min(room, num_prompt_tokens + sampling.max_tokens)
+        sequence = Sequence(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=sampling,
+            max_total_tokens=max_total,
+            index=index,
+            priority=request.priority,
+            images=request.images,
+            cache_salt=digest(request.cache_salt.encode(), self._num_cache_resets.to_bytes(8, "big")),
+            processors=self.processors.for_request(sampling.extra_args, request.token_ids),
+            bans=self._bans.for_request(sampling),
+            first_choice=first,
+        )
+        if sampling.constraint is not None:
+            sequence.token_filter = self.grammars.matcher(sampling.constraint, request.reasoning)
+        if adapter is not None:
+            sequence.adapter, sequence.adapter_key = adapter.number, adapter.identity.key
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special=sampling.skip_special_tokens,
+        )
+        return _Choice(sequence, detokenizer)
 
     def abort(self, request_id: str) -> None:
         """Forget a request at any moment; unknown ids are fine. Its blocks are free when this returns."""
@@ -447,8 +451,8 @@ class Engine:
                 state.first_scheduled = now
 
     def _fail_batch(self, batch: Batch, error: Exception) -> list[EngineOutput]:
-        if batch.copies:
-            self.reset_cache()  # who knows which of them were made
+        if any(copy.direction != "on_device" for copy in batch.copies):
+            self.reset_cache()  # who knows which of them were made; those on the device were for this batch alone
         log.error("a step failed; its requests end with an error", num_sequences=len(batch.scheduled), exc_info=error)
         outputs: list[EngineOutput] = []
         for item in batch.scheduled:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.text_engine.core.queue_limit import DRAINED_SHARE
-from services.text_engine.core.sequence import ImageSpan
+from services.text_engine.core.sequence import ImageSpan, Sequence
 from shared.errors import ContextTooLong, EncodeFailed, InvalidRequest, Overloaded
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
@@ -221,15 +221,34 @@ def test_a_small_question_overtakes_a_huge_prompt(llama: Path):
     driver.run()
 
 
-def test_choices_share_their_prompt(llama: Path):
-    driver = EngineDriver(llama)
-    driver.add("r", tokens(65), n=4, seed=3, temperature=1.0, max_tokens=4)
-    driver.run()
-    prompt_tokens = sum(item.num_new_tokens for batch in driver.batches for item in batch.scheduled)
-    assert prompt_tokens < 65 + 3 * 16 + 4 * 4
+def choices_of(driver: EngineDriver) -> dict[int, list[int]]:
+    """What each choice of a request came to."""
+    sequences = [item.sequence for batch in driver.batches for item in batch.scheduled]
+    return {sequence.index: sequence.generated_token_ids for sequence in sequences}
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [2, 15, 16, 17, 65, 79])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_choices_compute_their_prompt_once(
+    llama: Path, num_prompt_tokens: int, kv_cache_dtype: str, prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
+):
+    def run() -> EngineDriver:
+        driver = EngineDriver(llama, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=prefix_caching)
+        driver.add("r", tokens(num_prompt_tokens), n=4, seed=3, temperature=1.0, max_tokens=4)
+        driver.run()
+        return driver
+
+    driver = run()
+    num_computed = sum(item.num_new_tokens for batch in driver.batches for item in batch.scheduled)
+    # Each choice's own: the prompt's last token, from which its first word is sampled, and all its words but the last.
+    assert num_computed == num_prompt_tokens - 1 + 4 * 4
     finished = driver.answers["r"].finished
     assert finished is not None
     assert finished.num_generated_tokens == 16
+    monkeypatch.setattr(Sequence, "can_fork", False)
+    monkeypatch.setattr(Sequence, "awaits_first_choice", False)
+    assert choices_of(driver) == choices_of(run())
 
 
 def test_stop_strings_end_the_text_and_count_the_tokens(llama: Path):

@@ -15,9 +15,10 @@ from services.text_engine.attention.cpu_backend import CpuAttention
 from services.text_engine.attention.interface import AttentionBackend, AttentionShape
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.attention.triton_backend import TritonAttention
-from services.text_engine.core.host_blocks import BlockCopy
+from services.text_engine.core.block_copy import BlockCopy
 from services.text_engine.kernels.kv_layout import KVFormat
 from services.text_engine.runner import loading
+from services.text_engine.runner.block_copies import copy_blocks
 from services.text_engine.runner.host_tier import HostTier
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
@@ -79,11 +80,12 @@ def test_blocks_of_every_layout_come_back_as_they_were(kv_cache_format: KVFormat
             cache.view(torch.uint8).copy_(torch.randint(0, 100, cache.view(torch.uint8).shape))
         before = [cache.clone() for cache in caches]
         tier = HostTier(caches, backend.kv_block_dim, num_slots=2)
-        tier.copy([BlockCopy(3, 1, to_host=True), BlockCopy(0, 0, to_host=True)], caches)
+        dim = backend.kv_block_dim
+        copy_blocks([BlockCopy(3, 1, "to_host"), BlockCopy(0, 0, "to_host")], caches, dim, tier.caches)
         for cache in caches:
-            cache.select(backend.kv_block_dim, 3).zero_()
-            cache.select(backend.kv_block_dim, 0).zero_()
-        tier.copy([BlockCopy(3, 1, to_host=False), BlockCopy(0, 0, to_host=False)], caches)
+            cache.select(dim, 3).zero_()
+            cache.select(dim, 0).zero_()
+        copy_blocks([BlockCopy(1, 3, "from_host"), BlockCopy(0, 0, "from_host")], caches, dim, tier.caches)
         for cache, old in zip(caches, before, strict=True):
             assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.text_engine.core.block_manager import BlockManager
+from services.text_engine.core.block_copy import BlockCopy
+from services.text_engine.core.block_manager import BlockManager, CachedPrefix
 from services.text_engine.core.block_pool import BlockPool
-from services.text_engine.core.sequence import ImageSpan, Sequence
+from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
 from shared.sampling import SamplingParams
 
 CAT, PIZZA = "c" * 64, "d" * 64
+NOTHING = CachedPrefix([], 0)
 
 
 def make_manager(num_blocks: int = 32, block_size: int = 16, *, caching: bool = True) -> BlockManager:
@@ -46,8 +48,8 @@ def test_a_sequence_needs_a_block_for_every_started_sixteen_tokens(num_tokens: i
 def test_the_longest_sequence_fills_the_whole_pool():
     manager = make_manager(num_blocks=7)
     assert manager.max_sequence_tokens == 112
-    assert manager.can_start(make_sequence(112), [])
-    assert not manager.can_start(make_sequence(113), [])
+    assert manager.can_start(make_sequence(112), NOTHING)
+    assert not manager.can_start(make_sequence(113), NOTHING)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_cached"), [(15, 0), (16, 0), (17, 16), (32, 16), (48, 32)])
@@ -76,7 +78,7 @@ def test_without_prefix_caching_nothing_is_found_or_kept():
     run_whole(manager, sequence := make_sequence(48))
     manager.release(sequence)
     assert manager.pool.num_free == 32
-    assert manager.find_cached_prefix(make_sequence(48)) == []
+    assert manager.find_cached_prefix(make_sequence(48)) == NOTHING
 
 
 def test_finding_a_prefix_takes_nothing():
@@ -95,7 +97,7 @@ def test_a_shared_block_outlives_either_holder():
     assert manager.pool.ref_count(shared) == 2
     manager.release(first)
     assert manager.pool.ref_count(shared) == 1
-    assert manager.find_cached_prefix(make_sequence(48)) == second.block_table[:2]
+    assert manager.find_cached_prefix(make_sequence(48)).blocks == second.block_table[:2]
     manager.release(second)
     assert manager.pool.num_referenced == 0
     assert manager.pool.num_available == manager.pool.num_blocks
@@ -112,7 +114,7 @@ def test_release_leaves_nothing_behind_but_the_tokens():
 def test_growing_takes_only_what_is_missing():
     manager = make_manager(block_size=4)
     sequence = make_sequence(40)
-    manager.start(sequence, [])
+    manager.start(sequence, NOTHING)
     for num_tokens, num_blocks in [(1, 1), (4, 1), (5, 2), (3, 2), (13, 4)]:
         assert manager.grow(sequence, num_tokens)
         assert len(sequence.block_table) == num_blocks
@@ -122,7 +124,7 @@ def test_growing_takes_only_what_is_missing():
 def test_growing_beyond_the_pool_is_refused_and_takes_nothing():
     manager = make_manager(num_blocks=3)
     sequence = make_sequence(64)
-    manager.start(sequence, [])
+    manager.start(sequence, NOTHING)
     assert manager.grow(sequence, 32)
     assert not manager.grow(sequence, 64)
     assert len(sequence.block_table) == 2
@@ -132,10 +134,10 @@ def test_growing_beyond_the_pool_is_refused_and_takes_nothing():
 def test_a_block_can_be_found_only_once_it_is_full_and_computed():
     manager = make_manager()
     sequence = make_sequence(64)
-    manager.start(sequence, [])
+    manager.start(sequence, NOTHING)
     for end, num_found in [(15, 0), (16, 1), (31, 1), (47, 2), (64, 3)]:
         compute(manager, sequence, end)
-        assert len(manager.find_cached_prefix(make_sequence(64))) == num_found
+        assert len(manager.find_cached_prefix(make_sequence(64)).blocks) == num_found
 
 
 def test_blocks_filled_by_an_answer_serve_the_next_turn_of_a_chat():
@@ -152,7 +154,7 @@ def test_a_running_sequence_goes_on_from_blocks_that_another_has_published_meanw
     manager = make_manager(block_size=4)
     behind, ahead = make_sequence(22), make_sequence(22)
     for sequence in (behind, ahead):
-        manager.start(sequence, [])
+        manager.start(sequence, NOTHING)
     compute(manager, behind, 6)
     own = list(behind.block_table)
     compute(manager, ahead, 22)
@@ -170,7 +172,7 @@ def test_nothing_is_adopted_without_prefix_caching():
     manager = make_manager(block_size=4, caching=False)
     behind = make_sequence(22)
     run_whole(manager, make_sequence(22))
-    manager.start(behind, [])
+    manager.start(behind, NOTHING)
     compute(manager, behind, 6)
     assert manager.adopt_cached(behind) == 0
     assert behind.num_computed_tokens == 6
@@ -181,7 +183,7 @@ def test_a_gap_in_the_chain_ends_the_prefix():
     run_whole(manager, sequence := make_sequence(16))
     manager.release(sequence)
     manager.pool.allocate(2)  # evicts the end of the prefix first
-    assert len(manager.find_cached_prefix(make_sequence(17))) == 2
+    assert len(manager.find_cached_prefix(make_sequence(17)).blocks) == 2
 
 
 def test_starting_counts_the_cached_blocks_it_revives():
@@ -194,7 +196,7 @@ def test_starting_counts_the_cached_blocks_it_revives():
     assert (manager.pool.num_free, manager.pool.num_cached) == (1, 2)
 
     prefix = manager.find_cached_prefix(longer := make_sequence(13))
-    assert len(prefix) == 2
+    assert len(prefix.blocks) == 2
     assert not manager.can_start(longer, prefix)  # 2 revived and 2 new ones, but only 3 available
     assert manager.can_start(make_sequence(12), manager.find_cached_prefix(make_sequence(12)))
 
@@ -219,3 +221,40 @@ def test_another_picture_of_equal_size_shares_only_the_text_before_it():
         manager.release(sequence)
     assert cached == [0, 28, 8, 28, 28]
     assert run_whole(manager, make_sequence(30)) == 8
+
+
+# --- choices of one request -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_shared", "is_copied"), [(1, 0, False), (4, 0, True), (5, 1, False), (7, 1, True)]
+)
+@pytest.mark.parametrize("caching", [True, False])
+def test_another_choice_shares_whole_blocks_and_copies_the_one_that_both_will_write_to(
+    num_tokens: int, num_shared: int, is_copied: bool, caching: bool
+):
+    manager = make_manager(block_size=4, caching=caching)
+    first, other = make_sequence(num_tokens), make_sequence(num_tokens)
+    other.first_choice = first
+    compute(manager, first)
+    first.status = SequenceStatus.RUNNING
+    manager.start(other, manager.find_cached_prefix(other))
+    assert other.num_computed_tokens == num_tokens - 1
+    assert other.block_table[:num_shared] == first.block_table[:num_shared]
+    copies = [BlockCopy(first.block_table[num_shared], other.block_table[num_shared])] if is_copied else []
+    assert manager.take_copies() == copies
+    assert len(other.block_table) == num_shared + is_copied
+    for sequence in (first, other):
+        manager.release(sequence)
+    assert manager.pool.num_referenced == 0
+
+
+def test_a_choice_that_begins_again_goes_by_its_own_words():
+    """Preempted, it has words of its own behind the prompt: what the first choice holds there is no use."""
+    manager = make_manager(block_size=4)
+    first, other = make_sequence(7), make_sequence(7)
+    other.first_choice = first
+    compute(manager, first)
+    first.status = SequenceStatus.RUNNING
+    other.token_ids += [1, 2, 3]
+    assert manager.find_cached_prefix(other) == CachedPrefix(first.block_table[:1], 4)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.text_engine.core.block_copy import BlockCopy
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.block_pool import BlockPool
-from services.text_engine.core.host_blocks import BlockCopy, HostBlocks
+from services.text_engine.core.host_blocks import HostBlocks
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import Sequence
 from shared.sampling import SamplingParams
@@ -81,11 +82,12 @@ class Machine:
         return num_cached
 
     def copy(self, copies: list[BlockCopy]) -> None:
-        for block, slot, to_host in copies:
-            if to_host:
-                self.slots[slot] = self.device[block]
+        for source, target, direction in copies:
+            if direction == "to_host":
+                self.slots[target] = self.device[source]
             else:
-                self.device[block] = self.slots[slot]
+                assert direction == "from_host"
+                self.device[target] = self.slots[source]
 
     def check(self) -> None:
         pool = self.manager.pool
@@ -133,7 +135,7 @@ def test_whatever_comes_every_hit_holds_what_it_is_said_to_hold(
     for number, (family, num_tokens) in enumerate(wishes):
         if number in resets:
             machine.manager.forget_all()
-            assert machine.manager.find_cached_prefix(sequence_of(family, num_tokens)) == []
+            assert machine.manager.find_cached_prefix(sequence_of(family, num_tokens)).blocks == []
         machine.run(sequence_of(family, num_tokens))
         machine.check()
 

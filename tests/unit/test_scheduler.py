@@ -47,6 +47,7 @@ def make_sequence(
     images: tuple[ImageSpan, ...] = (),
     priority: int = 0,
     salt: bytes = b"",
+    first_choice: Sequence | None = None,
     **sampling: object,
 ) -> Sequence:
     """A request for `max_tokens` tokens; a prompt given as a length shares its tokens with namesakes only."""
@@ -62,6 +63,7 @@ def make_sequence(
         images=images,
         priority=priority,
         cache_salt=salt,
+        first_choice=first_choice,
     )
 
 
@@ -115,6 +117,10 @@ class KvRunner:
 
     def execute_model(self, batch: Batch) -> list[SampledToken]:
         sampled = []
+        size = self.block_size
+        for source, target, direction in batch.copies:
+            assert direction == "on_device"
+            self.keys[target * size : (target + 1) * size] = self.keys[source * size : (source + 1) * size]
         for item in batch.scheduled:
             sequence = item.sequence
             key = self.keys[self.slot(sequence, item.start - 1)] if item.start else 0

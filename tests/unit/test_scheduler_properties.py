@@ -81,7 +81,7 @@ class AnyTraffic(RuleBasedStateMachine):
         num_rows=st.integers(1, 6),
         max_tokens=st.integers(1, 12),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
-        choices=st.sampled_from([1, 1, 2]),
+        choices=st.sampled_from([1, 1, 2, 3]),
     )
     def a_request_comes(
         self,
@@ -100,9 +100,13 @@ class AnyTraffic(RuleBasedStateMachine):
         if image and len(prompt) == num_shared + num_rows + num_own:
             images = (ImageSpan(image, num_shared, num_rows),)
         max_tokens = min(max_tokens, capacity + 1 - len(prompt))
+        first: Sequence | None = None
         for _ in range(choices):
             name = f"r{len(self.sequences)}"
-            sequence = make_sequence(name, prompt, max_tokens=max_tokens, priority=priority, images=images)
+            sequence = make_sequence(
+                name, prompt, max_tokens=max_tokens, priority=priority, images=images, first_choice=first
+            )
+            first = first or sequence
             self.sequences.append(sequence)
             self.driver.add(sequence)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from services.text_engine.core.host_blocks import BlockCopy
+from services.text_engine.core.block_copy import BlockCopy
 from services.text_engine.core.sequence import Sequence
 
 DraftMethod = Literal["ngram", "draft_model"]  # vLLM's names
@@ -63,7 +63,7 @@ class ScheduledSequence(NamedTuple):  # made for every row of every step: a froz
 class Batch:
     """One ragged batch; decode rows and prefill chunks are the same thing with different lengths.
 
-    copies   of blocks, between device and host, that come before it
+    copies   of blocks, one after another, that come before it
     """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)

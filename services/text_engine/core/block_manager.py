@@ -5,10 +5,28 @@ Decides nothing about order or fairness; the scheduler asks and acts on the answ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from services.text_engine.core.block_copy import BlockCopy
 from services.text_engine.core.block_pool import BlockPool
-from services.text_engine.core.host_blocks import BlockCopy, HostBlocks
+from services.text_engine.core.host_blocks import HostBlocks
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What a waiting sequence need not compute.
+
+    blocks      whole ones, in order; one that is on the host only stands there as the complement of its slot, `~slot`,
+                which is negative
+    num_tokens  in them, and at the beginning of `tail_block`
+    tail_block  of another choice, which goes on writing to it: to be copied; None: nothing is behind the whole blocks
+    """
+
+    blocks: list[int]
+    num_tokens: int
+    tail_block: int | None = None
 
 
 class BlockManager:
@@ -44,13 +62,23 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find_cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest published prefix, without taking them. One that is on the host only stands there as the
-        complement of its slot, `~slot`, which is negative.
+    def find_cached_prefix(self, sequence: Sequence) -> CachedPrefix:
+        """The longest prefix that is published, or held by another choice of the request, without taking its blocks.
 
         It covers `sequence.max_cached_tokens` at most.
         """
-        return self._find_cached(sequence, 0, self.host)
+        if sequence.first_choice is not None and sequence.can_fork:
+            return self._fork(sequence, sequence.first_choice.block_table)
+        blocks = self._find_cached(sequence, 0, self.host)
+        return CachedPrefix(blocks, len(blocks) * self.block_size)
+
+    def _fork(self, sequence: Sequence, block_table: list[int]) -> CachedPrefix:
+        """The prompt but for its last token, out of blocks that hold it: what is whole is shared, what is not is copied
+        (copy on write, but at once: the next token is written there)."""
+        num_tokens = sequence.num_prompt_tokens - 1
+        num_whole = num_tokens // self.block_size
+        tail_block = block_table[num_whole] if num_tokens % self.block_size else None
+        return CachedPrefix(block_table[:num_whole], num_tokens, tail_block)
 
     def _find_cached(self, sequence: Sequence, first: int, host: HostBlocks | None) -> list[int]:
         """Published blocks that hold the sequence's blocks `first` and on, up to the first that is missing."""
@@ -67,36 +95,40 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
-    def can_start(self, sequence: Sequence, cached_prefix: list[int], *, num_extra: int = 0) -> bool:
+    def can_start(self, sequence: Sequence, prefix: CachedPrefix, *, num_extra: int = 0) -> bool:
         """Whether the pool can hold all tokens of a waiting sequence, so that its prefill will not be cut short.
 
         num_extra   blocks that others would give back for it; negative: those to be kept for others
         """
-        here = [block for block in cached_prefix if block >= 0]
+        here = [block for block in prefix.blocks if block >= 0]
         num_needed = self.num_blocks_for(sequence.num_tokens) - len(here)
         num_revived = sum(self.pool.ref_count(block) == 0 for block in here)
         return num_needed + num_revived <= self.pool.num_available + num_extra
 
-    def start(self, sequence: Sequence, cached_prefix: list[int]) -> None:
+    def start(self, sequence: Sequence, prefix: CachedPrefix) -> None:
         """Give a waiting sequence its cached prefix; its computation goes on behind it."""
         assert not sequence.block_table
         assert sequence.num_computed_tokens == 0
-        self.pool.share(block for block in cached_prefix if block >= 0)
-        sequence.block_table = self._load(sequence, cached_prefix)
-        sequence.num_computed_tokens = len(cached_prefix) * self.block_size
+        self.pool.share(block for block in prefix.blocks if block >= 0)
+        sequence.block_table = self._load(sequence, prefix.blocks)
+        if prefix.tail_block is not None:
+            (copy,) = self.pool.allocate(1)
+            self._copies.append(BlockCopy(prefix.tail_block, copy))
+            sequence.block_table.append(copy)
+        sequence.num_computed_tokens = prefix.num_tokens
         self.num_queried_tokens += sequence.num_tokens
         self.num_hit_tokens += sequence.num_computed_tokens
 
-    def _load(self, sequence: Sequence, cached_prefix: list[int]) -> list[int]:
-        """The same prefix, all of it in blocks: those on the host will have been copied before the step computes."""
-        if self.host is None or all(block >= 0 for block in cached_prefix):
-            return list(cached_prefix)
-        missing = [i for i, block in enumerate(cached_prefix) if block < 0]
+    def _load(self, sequence: Sequence, blocks: list[int]) -> list[int]:
+        """The same prefix, all of it on the device: what is on the host is copied before the step computes."""
+        if self.host is None or all(block >= 0 for block in blocks):
+            return list(blocks)
+        missing = [i for i, block in enumerate(blocks) if block < 0]
         # Taken first: making room for them may bring other blocks to the host, and not in their place.
         slots = [self.host.take(sequence.block_hashes[i]) for i in missing]
-        table = list(cached_prefix)
+        table = list(blocks)
         for i, slot, block in zip(missing, slots, self.pool.allocate(len(missing)), strict=True):
-            self._copies.append(BlockCopy(block, slot, to_host=False))
+            self._copies.append(BlockCopy(slot, block, "from_host"))
             self.host.give_back(slot)
             self.pool.publish(block, sequence.block_hashes[i])
             self._note_image(sequence, i, block)
@@ -108,7 +140,7 @@ class BlockManager:
         assert self.host is not None
         slot = self.host.put(block_hash)
         if slot is not None:
-            self._copies.append(BlockCopy(block, slot, to_host=True))
+            self._copies.append(BlockCopy(block, slot, "to_host"))
 
     def take_copies(self) -> list[BlockCopy]:
         """What is to be copied, in this order, before anything else is written to any block."""

@@ -7,18 +7,6 @@ it has to happen; the runner does it before the step's own work.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
-
-
-class BlockCopy(NamedTuple):
-    """One block's keys and values, between the device and the host.
-
-    to_host   block -> slot; else slot -> block
-    """
-
-    block: int
-    slot: int
-    to_host: bool
 
 
 class HostBlocks:

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
 from services.text_engine.core.batch import Batch, Draft, DraftMethod, SampledToken, ScheduledSequence
-from services.text_engine.core.block_manager import BlockManager
+from services.text_engine.core.block_manager import BlockManager, CachedPrefix
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
 from services.text_engine.core.speculation import DraftCounts
@@ -196,7 +196,11 @@ class Scheduler:
         candidates = [s for s in self.running if s.num_uncomputed_tokens > 1]
         if not step.has_preempted and (len(self.running) < self.max_num_seqs or self._stalled(step)):
             is_ready = self.images.is_ready
-            candidates += [s for s in self.waiting if s.awaited_image is None or is_ready(s, s.awaited_image)]
+            candidates += [
+                s
+                for s in self.waiting
+                if (s.awaited_image is None or is_ready(s, s.awaited_image)) and not s.awaits_first_choice
+            ]
         if not candidates:
             return
         most_short = min(step.budget // 4, step.prompt_budget // 2)
@@ -238,7 +242,7 @@ class Scheduler:
         """
         start = sequence.num_computed_tokens
         if sequence.status is SequenceStatus.WAITING:
-            start = len(self.blocks.find_cached_prefix(sequence)) * self.blocks.block_size
+            start = self.blocks.find_cached_prefix(sequence).num_tokens
         return self._num_ready_tokens(sequence, start) if sequence.num_tokens - start <= limit else 0
 
     def _continue_prompt(self, step: _Step, sequence: Sequence, budget: int) -> None:
@@ -252,11 +256,11 @@ class Scheduler:
     def _try_start(self, step: _Step, sequence: Sequence, budget: int) -> bool:
         """Admit a waiting sequence. False: room is short, so nobody behind it may overtake it."""
         prefix = self.blocks.find_cached_prefix(sequence)
-        start = len(prefix) * self.blocks.block_size
+        start = prefix.num_tokens
         num_ready_tokens = self._num_ready_tokens(sequence, start)
         sequence.awaited_image = None if num_ready_tokens else sequence.images_between(start, sequence.num_tokens)[0]
         num_new_tokens = min(budget, num_ready_tokens)
-        if num_new_tokens <= 0 or self._is_being_computed(step, sequence, len(prefix)):
+        if num_new_tokens <= 0 or self._is_being_computed(step, sequence, len(prefix.blocks)):
             return True
         num_new_tokens = self._without_cuts(step, sequence, start, num_new_tokens)
         if num_new_tokens <= 0:
@@ -278,7 +282,7 @@ class Scheduler:
         self._add_to_step(step, sequence, num_new_tokens)
         return True
 
-    def _has_room(self, sequence: Sequence, prefix: list[int], leaving: list[Sequence] | None = None) -> bool:
+    def _has_room(self, sequence: Sequence, prefix: CachedPrefix, leaving: list[Sequence] | None = None) -> bool:
         """A slot, and blocks for the whole sequence and for what those that run will soon write.
 
         leaving   as if these gave their places up
@@ -289,7 +293,7 @@ class Scheduler:
         num_free = num_returned - GROWTH_BLOCKS * num_staying
         return num_staying < self.max_num_seqs and self.blocks.can_start(sequence, prefix, num_extra=num_free)
 
-    def _make_room(self, step: _Step, sequence: Sequence, prefix: list[int]) -> bool:
+    def _make_room(self, step: _Step, sequence: Sequence, prefix: CachedPrefix) -> bool:
         """Let a sequence that needs nothing but room have that of sequences that can only wait for an image: nobody
         waits for other people's images. No two change places for ever, since those would not be let in this way."""
         stalled = self._stalled(step)
@@ -400,7 +404,7 @@ class Scheduler:
 
     def _request_images(self, sequence: Sequence) -> None:
         """Have the images on their way before the sequence's turn comes; those in the prefix cache are not needed."""
-        start = len(self.blocks.find_cached_prefix(sequence)) * self.blocks.block_size
+        start = self.blocks.find_cached_prefix(sequence).num_tokens
         for span in sequence.images_between(start, sequence.num_tokens):
             self.images.is_ready(sequence, span)
 

@@ -111,6 +111,7 @@ class Sequence:
     awaited_image       what kept it from starting when it was last tried
     lookup              guesses at its next tokens; made when somebody first asks
     draft_progress      how far a draft model has come in it; made alike
+    first_choice        of the same request, with the same prompt; None: it is that one
     """
 
     request_id: str
@@ -138,10 +139,12 @@ class Sequence:
     awaited_image: ImageSpan | None = None
     lookup: PromptLookup | None = None
     draft_progress: DraftProgress | None = None
+    first_choice: Sequence | None = None
 
     def drop_helpers(self) -> None:
         """Its request is over: whoever still remembers the sequence keeps nothing large alive."""
         self.token_filter = self.processors = self.bans = self.lookup = self.draft_progress = None
+        self.first_choice = None
         self.prompt_logprobs = []  # a new list: the old one may be on its way to the client
 
     @property
@@ -176,6 +179,23 @@ class Sequence:
             return num_before_last
         num_known = len(self.prompt_logprobs)
         return num_before_last if num_known == self.num_prompt_tokens - 1 else num_known
+
+    @property
+    def awaits_first_choice(self) -> bool:
+        """Whether it has not begun, and the first choice is computing the prompt, or will: it waits rather than do the
+        same. Not for ever, since the first choice stands before it in every queue."""
+        first = self.first_choice
+        if first is None or self.num_generated_tokens or first.status is SequenceStatus.FINISHED:
+            return False
+        return first.num_computed_tokens < self.num_prompt_tokens - 1
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the first choice's blocks hold all that this one's prompt needs but its last token."""
+        first = self.first_choice
+        if first is None or self.num_generated_tokens or first.status is not SequenceStatus.RUNNING:
+            return False
+        return first.num_computed_tokens >= self.num_prompt_tokens - 1
 
     @property
     def max_draft_tokens(self) -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from services.text_engine.attention.interface import AttentionMetadata
 from services.text_engine.core.batch import Batch
+from services.text_engine.core.block_copy import BlockCopy
 from services.text_engine.runner.grid_positions import grid_positions
 
 ALIGNMENT = 16  # bytes; what the kernels read in one go
@@ -25,6 +26,7 @@ class BatchArrays:
     num_image_rows  rows of the batch that hold an image's embedding instead of their token's
     prompt_rows     [num_scored] int64; rows of every `scored_positions`, in batch order; None: there are none
     adapter_of_token  [num_tokens] int32; numbers of LoRA adapters, 0 for the model itself; None: it is all of them
+    copies          of blocks, before anything else
     """
 
     token_ids: NDArray[np.int64]
@@ -38,6 +40,7 @@ class BatchArrays:
     num_image_rows: int = 0
     prompt_rows: NDArray[np.int64] | None = None
     adapter_of_token: NDArray[np.int32] | None = None
+    copies: AbstractSequence[BlockCopy] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -126,6 +129,7 @@ def build_batch_arrays(batch: Batch, block_size: int, *, has_grid_positions: boo
         num_image_rows=num_image_rows,
         prompt_rows=np.array(prompt_rows, dtype=np.int64) if prompt_rows else None,
         adapter_of_token=np.repeat(np.array(adapters, dtype=np.int32), num_new) if any(adapters) else None,
+        copies=batch.copies,
     )
 
 

@@ -91,7 +91,8 @@ class DraftRunner:
         self._banned_ids = [token_id for token_id in banned_ids if token_id < self._num_sampled]
         self._draft = draft
         self._num_blocks = num_blocks
-        self._forward_pass = ForwardPass(draft.decoder, draft.allocate_kv_caches(num_blocks), device)
+        kv_caches = draft.allocate_kv_caches(num_blocks)
+        self._forward_pass = ForwardPass(draft.decoder, kv_caches, device, block_dim=draft.attention.kv_block_dim)
         if draft.max_graph_rows:
             self._forward_pass.capture(CudaCapture(device), graph_sizes(draft.max_graph_rows), max_blocks=max_blocks)
 

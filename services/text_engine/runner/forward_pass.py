@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.text_engine.core.host_blocks import BlockCopy
 from services.text_engine.models.interface import CausalModel
 from services.text_engine.models.lora.adapted import LoadedAdapters
 from services.text_engine.runner.batch_tensors import BatchArrays, BatchTensors, to_tensors
+from services.text_engine.runner.block_copies import copy_blocks
 from services.text_engine.runner.cuda_graphs import Graphs
 from services.text_engine.runner.host_tier import HostTier
 from shared.cuda_capture import Capture
@@ -26,7 +26,9 @@ PROMPT_LOGITS_BYTES: Final = 32 << 20  # of the logits of a prompt's tokens that
 
 class ForwardPass:
     """kv_caches   one tensor per layer in the attention backend's own layout
+    block_dim   their dimension that counts blocks
     adapters    those that the decoder's products take part in; None: there will be none
+    host_tier   where evicted blocks are copied to, if anywhere
     """
 
     def __init__(
@@ -34,17 +36,19 @@ class ForwardPass:
         decoder: CausalModel,
         kv_caches: list[torch.Tensor],
         device: torch.device,
+        *,
+        block_dim: int,
         adapters: LoadedAdapters | None = None,
+        host_tier: HostTier | None = None,
     ) -> None:
         self._decoder = decoder
         self._adapters = adapters
         self._kv_caches = kv_caches
+        self._block_dim = block_dim
+        self._host_tier = host_tier
         self._device = device
         self._graphs: Graphs | None = None
         self._capture_again: Callable[[], None] | None = None
-
-    def copy_blocks(self, copies: list[BlockCopy], host_tier: HostTier) -> None:
-        host_tier.copy(copies, self._kv_caches)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -93,6 +97,9 @@ class ForwardPass:
         merge_images        overwrites rows of the batch's embeddings [num_tokens, hidden_size], in place, with images'
         take_prompt_logits  is given those of `arrays.prompt_rows`, some [num_rows, vocab_size] fp32 at a time; rank 0's
         """
+        if arrays.copies:
+            host_caches = None if self._host_tier is None else self._host_tier.caches
+            copy_blocks(arrays.copies, self._kv_caches, self._block_dim, host_caches)
         if self._graphs is not None and self._graphs.fit(arrays):
             hidden, sampling_rows = self._graphs.run(arrays)
         else:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-
-from services.text_engine.core.host_blocks import BlockCopy
 
 
 def host_tier_pays(device: torch.device) -> bool:
@@ -22,9 +18,8 @@ class HostTier:
     """
 
     def __init__(self, kv_caches: list[torch.Tensor], block_dim: int, num_slots: int) -> None:
-        self._block_dim = block_dim
         self.num_slots = num_slots
-        self._host_caches = [
+        self.caches = [
             torch.empty(
                 [num_slots if dim == block_dim else size for dim, size in enumerate(kv_cache.shape)],
                 dtype=kv_cache.dtype,
@@ -32,12 +27,3 @@ class HostTier:
             )
             for kv_cache in kv_caches
         ]
-
-    def copy(self, copies: Iterable[BlockCopy], kv_caches: list[torch.Tensor]) -> None:
-        """One after another: a slot may be read, then written. On a GPU nothing waits: its stream keeps the order."""
-        for block, slot, to_host in copies:
-            for host_cache, kv_cache in zip(self._host_caches, kv_caches, strict=True):
-                on_host = host_cache.select(self._block_dim, slot)
-                on_device = kv_cache.select(self._block_dim, block)
-                source, target = (on_device, on_host) if to_host else (on_host, on_device)
-                target.copy_(source, non_blocking=True)

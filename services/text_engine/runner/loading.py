@@ -156,11 +156,13 @@ def load_model(
         return [attention.allocate_kv_cache(plan.num_blocks, BLOCK_SIZE, shape) for shape in shapes]
 
     kv_caches = allocate_kv_caches()
-    forward_pass = ForwardPass(decoder, kv_caches, device, adapters)
+    tier = _host_tier(settings, kv_caches, attention.kv_block_dim, plan.bytes_per_block, device)
+    forward_pass = ForwardPass(
+        decoder, kv_caches, device, block_dim=attention.kv_block_dim, adapters=adapters, host_tier=tier
+    )
     if uses_graphs:
         sizes = graph_sizes(_max_graph_tokens(settings))
         forward_pass.capture(CudaCapture(device), sizes, max_blocks=-(-plan.max_model_len // BLOCK_SIZE))
-    tier = _host_tier(settings, kv_caches, attention.kv_block_dim, plan.bytes_per_block, device)
     adapted = None if adapters is None else AdaptedModel(config, adapters, [files.identity for files in first])
     return LoadedModel(decoder, allocate_kv_caches, plan, forward_pass, parts, dtype, device, tier, adapted, draft)
 

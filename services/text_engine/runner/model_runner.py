@@ -12,7 +12,6 @@ from services.text_engine.runner.acceptance import sample_and_accept
 from services.text_engine.runner.batch_tensors import BatchArrays, build_batch_arrays
 from services.text_engine.runner.draft_model import DraftRunner
 from services.text_engine.runner.forward_pass import ForwardPass
-from services.text_engine.runner.host_tier import HostTier
 from services.text_engine.runner.image_inputs import EmbeddingReader, MergeRows, merge_image_rows
 from services.text_engine.runner.prompt_logprobs import PromptScorer
 from services.text_engine.runner.sampler import Sampler
@@ -25,7 +24,6 @@ class ModelRunner:
     has_grid_positions  whether the model's positions have three coordinates
     merge_rows          see `merge_image_rows`
     workers             the other ranks of the model, if there are any
-    host_tier           where evicted blocks are copied to, if anywhere
     draft               the model that guesses, if there is one: its KV cache comes and goes with this one's
     """
 
@@ -40,7 +38,6 @@ class ModelRunner:
         has_grid_positions: bool = False,
         merge_rows: MergeRows | None = None,
         workers: Workers | None = None,
-        host_tier: HostTier | None = None,
         draft: DraftRunner | None = None,
     ) -> None:
         self._forward_pass = forward_pass
@@ -51,14 +48,11 @@ class ModelRunner:
         self.has_grid_positions = has_grid_positions
         self._merge_rows = merge_rows
         self._workers = workers
-        self._host_tier = host_tier
         self._draft = draft
 
     @torch.inference_mode()
     def execute_model(self, batch: Batch) -> list[SampledToken]:
         """One forward pass over the ragged batch; a token for each sequence that reached its end, in batch order."""
-        if batch.copies and self._host_tier is not None:
-            self._forward_pass.copy_blocks(batch.copies, self._host_tier)
         arrays = build_batch_arrays(batch, self._block_size, has_grid_positions=self.has_grid_positions)
         if self._workers is None:
             return self._sample(batch, self._forward(batch, arrays))
