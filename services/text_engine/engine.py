@@ -303,6 +303,10 @@ class Engine:
         self.queue.note_step(seconds)
         return outputs
 
+    def use_idle_time(self) -> bool:
+        """Do something of little urgency that takes milliseconds at most. False: there is nothing of the kind."""
+        return self.runner.prepare_memory(self.scheduler.blocks.pool.num_ever_used)
+
     # --- the cache ------------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:

@@ -130,7 +130,7 @@ class EngineThread:
         gc.freeze()
         self._built.set_result(built)
         try:
-            while self._wait_for_work():
+            while self._wait_for_work(built.engine):
                 self._run_commands(built.engine)
                 self._step(built.engine)
         except RankFailed as error:
@@ -157,13 +157,20 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._on_death)
         return is_news
 
-    def _wait_for_work(self) -> bool:
+    def _wait_for_work(self, engine: Engine) -> bool:
         """Sleep until there is something to do; False: stop. Blocked sequences wake up by the command that brings
         their image."""
-        with self._wake:
-            while not (self._commands or self._is_stopping or self._can_step):
-                self._wake.wait()
-            return not self._is_stopping
+        has_idle_work = True
+        while not self._has_work():
+            if has_idle_work:
+                has_idle_work = engine.use_idle_time()
+                continue
+            with self._wake:
+                self._wake.wait_for(self._has_work)
+        return not self._is_stopping
+
+    def _has_work(self) -> bool:
+        return bool(self._commands) or self._is_stopping or self._can_step
 
     def _run_commands(self, engine: Engine) -> None:
         outputs: list[EngineOutput] = []

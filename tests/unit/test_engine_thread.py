@@ -20,13 +20,18 @@ from shared.errors import Overloaded
 
 
 class ScriptedEngine:
-    """Its steps wait for `may_step`; `add` raises `refusal` if there is one."""
+    """Its steps wait for `may_step`; `add` raises `refusal`, if there is one; idling does away with `num_idle_pieces`."""
 
     def __init__(self) -> None:
         self.in_step, self.may_step = threading.Event(), threading.Event()
         self.scheduler = SimpleNamespace(has_work=True)
         self.refusal: Exception | None = None
         self.is_closed = False
+        self.num_idle_pieces = 0
+
+    def use_idle_time(self) -> bool:
+        self.num_idle_pieces = max(0, self.num_idle_pieces - 1)
+        return self.num_idle_pieces > 0
 
     def add(self, _request: Any) -> None:
         if self.refusal is not None:
@@ -116,3 +121,23 @@ def test_whoever_adds_a_request_hears_once_that_it_was_queued_or_refused_and_not
         run.engine.may_step.set()
         assert in_thread(run.thread)
         assert heard == ["engine"]
+
+
+def test_idle_time_is_used_until_nothing_is_left_and_again_after_work():
+    with running() as run:
+        for _ in range(2):
+            run.engine.num_idle_pieces = 5
+            run.begin_step()
+            run.engine.may_step.set()
+            deadline = time.monotonic() + 5
+            while run.engine.num_idle_pieces and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert run.engine.num_idle_pieces == 0
+            run.engine.in_step.clear()
+
+
+def test_work_does_not_wait_for_idle_pieces_that_are_left():
+    with running() as run:
+        run.engine.num_idle_pieces = 1 << 60
+        run.begin_step()
+        assert run.engine.num_idle_pieces > 1 << 59

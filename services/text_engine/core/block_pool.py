@@ -29,6 +29,7 @@ class BlockPool:
         # Unreferenced blocks that still hold a published prefix, least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
+        self.num_ever_used = 0  # the blocks from here on were never handed out
         # (block, hash): it is about to be reused, and still holds what the hash says.
         self.on_evicted: Callable[[int, bytes], None] = lambda block, block_hash: None
         # (hash): what is known by it may be wrong.
@@ -74,6 +75,7 @@ class BlockPool:
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()
+            self.num_ever_used = max(self.num_ever_used, block + 1)
         else:
             block, _ = self._cached.popitem(last=False)
             self.on_evicted(block, self._hash_of[block])

@@ -17,6 +17,7 @@ from services.text_engine.runner.batch_tensors import BatchArrays, BatchTensors,
 from services.text_engine.runner.block_copies import copy_blocks
 from services.text_engine.runner.cuda_graphs import Graphs
 from services.text_engine.runner.host_tier import HostTier
+from services.text_engine.runner.memory_ahead import MemoryAhead
 from shared.cuda_capture import Capture
 
 MergeImages = Callable[[torch.Tensor], None]
@@ -46,6 +47,7 @@ class ForwardPass:
         self._kv_caches = kv_caches
         self._block_dim = block_dim
         self._host_tier = host_tier
+        self._memory_ahead: MemoryAhead | None = None
         self._device = device
         self._graphs: Graphs | None = None
         self._capture_again: Callable[[], None] | None = None
@@ -54,9 +56,18 @@ class ForwardPass:
     def kv_cache_bytes(self) -> int:
         return sum(kv_cache.nbytes for kv_cache in self._kv_caches)
 
+    def prepare_memory(self, num_used_blocks: int) -> bool:
+        """Some of the memory that blocks beyond these will need. False: nothing is left to prepare."""
+        if not self._kv_caches:
+            return False
+        if self._memory_ahead is None:
+            self._memory_ahead = MemoryAhead(self._kv_caches, self._block_dim)
+        return self._memory_ahead.advance(num_used_blocks)
+
     def release_kv_cache(self) -> None:
         """Give its memory back, and the graphs', which have its addresses in them; nothing can run until `restore`."""
         self._graphs = None
+        self._memory_ahead = None
         self._kv_caches.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

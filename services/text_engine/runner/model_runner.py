@@ -73,6 +73,10 @@ class ModelRunner:
         """0 while it is released."""
         return self._forward_pass.kv_cache_bytes + (0 if self._draft is None else self._draft.kv_cache_bytes)
 
+    def prepare_memory(self, num_used_blocks: int) -> bool:
+        """See `ForwardPass.prepare_memory`."""
+        return self._forward_pass.prepare_memory(num_used_blocks)
+
     def release_kv_cache(self) -> None:
         """Free its memory. What was in it is lost, and nothing can run until `restore_kv_cache`."""
         self._forward_pass.release_kv_cache()

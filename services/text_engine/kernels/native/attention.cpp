@@ -215,20 +215,16 @@ class Attention {
         return item.partials + (tile - item.first_tile) * Partial::size(item.num_vectors, head_dim_);
     }
 
-    // Where the keys and values of one tile are. Blocks lie anywhere in memory, out of reach of the hardware's own
-    // prefetching. So each product fetches, step by step, what lies COLUMNS pointers further on, and the pointers end
-    // with what will be read next.
+    // Where the keys and values of one tile are. Each product fetches, step by step, what lies BLOCKS_AHEAD further on,
+    // so the pointers end with what will be read next.
     struct Operands {
-        static constexpr int COLUMNS_PER_BLOCK = BLOCK / WIDTH;
-
         int first_block, num_blocks;
-        const int32_t* keys[TILE_BLOCKS * COLUMNS_PER_BLOCK + COLUMNS];
-        const int32_t* values[TILE_BLOCKS + COLUMNS];
+        const int32_t* keys[(TILE_BLOCKS + BLOCKS_AHEAD) * COLUMNS_PER_BLOCK];
+        const int32_t* values[TILE_BLOCKS + BLOCKS_AHEAD];
         alignas(64) int32_t tail[BLOCK * MAX_HEAD_DIM];
     };
 
     void find_operands(const Item& item, int tile, const Item& next_item, Operands& found) const {
-        constexpr int PER_BLOCK = Operands::COLUMNS_PER_BLOCK;
         const int last_visible_block = last_visible(item, item.num_vectors - 1) / BLOCK;
         const int last_block = std::min((tile + 1) * TILE_BLOCKS, last_visible_block + 1);
         found.first_block = std::max(tile * TILE_BLOCKS, first_visible(item, 0) / BLOCK);
@@ -236,8 +232,8 @@ class Attention {
         const int32_t* table = block_table(item);
         for (int b = 0; b < found.num_blocks; ++b) {
             const int32_t block = table[found.first_block + b];
-            for (int c = 0; c < PER_BLOCK; ++c) {
-                found.keys[b * PER_BLOCK + c] = cached_keys(block, item.kv_head) + c * WIDTH;
+            for (int c = 0; c < COLUMNS_PER_BLOCK; ++c) {
+                found.keys[b * COLUMNS_PER_BLOCK + c] = cached_keys(block, item.kv_head) + c * WIDTH;
             }
             found.values[b] = cached_values(block, item.kv_head);
         }
@@ -247,9 +243,10 @@ class Attention {
         const Item& next = ends_item ? next_item : item;
         const int next_block = ends_item ? next.first_tile * TILE_BLOCKS : last_block;
         const int final_block = (call_.seq_lens[next.seq] - 1) / BLOCK;
-        for (int i = 0; i < COLUMNS; ++i) {
+        for (int i = 0; i < BLOCKS_AHEAD; ++i) {
             const int32_t block = block_table(next)[std::min(next_block + i, final_block)];
-            found.keys[found.num_blocks * PER_BLOCK + i] = found.values[std::min(i, found.num_blocks - 1)];
+            const int32_t* values = found.values[std::min(i, found.num_blocks - 1)];
+            std::fill_n(found.keys + (found.num_blocks + i) * COLUMNS_PER_BLOCK, COLUMNS_PER_BLOCK, values);
             found.values[found.num_blocks + i] = cached_keys(block, next.kv_head);
         }
 

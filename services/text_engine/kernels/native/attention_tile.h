@@ -12,6 +12,17 @@ namespace diptych {
 constexpr int BLOCK = 16;
 constexpr int TILE_BLOCKS = 16;
 constexpr int TILE = BLOCK * TILE_BLOCKS;
+// Blocks lie anywhere in memory, out of reach of the hardware's own prefetching: they are fetched so many ahead.
+constexpr int BLOCKS_AHEAD = 4;
+constexpr int COLUMNS_PER_BLOCK = BLOCK / WIDTH;
+constexpr int COLUMNS_AHEAD = BLOCKS_AHEAD * COLUMNS_PER_BLOCK;
+
+// The first of the vectors that meet some columns fetches for all of them: a line for each block among N columns.
+template <int N>
+inline void fetch_ahead(const int32_t* const* columns, int offset) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n += COLUMNS_PER_BLOCK) __builtin_prefetch(columns[n + COLUMNS_AHEAD] + offset);
+}
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MAX_VECTORS = 48;  // per work item: its scores, 48 x 256 fp32, live in the first- and second-level cache
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();

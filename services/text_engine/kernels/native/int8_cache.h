@@ -135,16 +135,17 @@ struct Int8Cache {
         I32 sums[R][N];
         queries.shorts.start(sums, v);
         for (int word = 0; word < num_words; ++word) {
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) __builtin_prefetch(columns[n + COLUMNS] + word * BLOCK);
+            if (v == 0) fetch_ahead<N>(columns, word * BLOCK);
             accumulate_bytes(
                 sums, [&](int r) { return (const int32_t*)queries.elements[v + r] + 2 * word; },
                 [&](int n) { return load<I32>(columns[n] + word * BLOCK); });
         }
+        if (v == 0) {
+            fetch_ahead<N>(columns, num_words * BLOCK);
+            fetch_ahead<N>(columns, (num_words + 1) * BLOCK);
+        }
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
-            __builtin_prefetch(columns[n + COLUMNS] + num_words * BLOCK);
-            __builtin_prefetch(columns[n + COLUMNS] + (num_words + 1) * BLOCK);
             const F32 key_steps = load<F32>(columns[n] + num_words * BLOCK);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
@@ -193,9 +194,9 @@ struct Int8Cache {
         for (int block = 0; block < num_blocks; ++block) {
             const int32_t* block_weights = (const int32_t*)(scores + v * TILE) + block * (BLOCK / 2);
             const int32_t* block_values = values[block] + dim;
-            const int32_t* later_values = values[block + COLUMNS] + dim;
+            const int32_t* later_values = values[block + BLOCKS_AHEAD] + dim;
             for (int word = 0; word < BLOCK / 4; ++word) {
-                prefetch<N>(later_values + word * head_dim);
+                if (v == 0) prefetch<N>(later_values + word * head_dim);
                 accumulate_bytes(
                     sums, [&](int r) { return block_weights + r * TILE + 2 * word; },
                     [&](int n) { return load<I32>(block_values + word * head_dim + n * WIDTH); });

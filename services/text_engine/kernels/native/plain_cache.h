@@ -49,8 +49,7 @@ struct PlainCache {
     static void score(const Queries& queries, int v, const int32_t* const* columns, int head_dim, float* scores) {
         F32 sums[R][N] = {};
         for (int lane = 0; lane < head_dim / PER_LANE; ++lane) {
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) __builtin_prefetch(columns[n + COLUMNS] + lane * BLOCK);
+            if (v == 0) fetch_ahead<N>(columns, lane * BLOCK);
             accumulate<Element>(
                 sums, [&](int r) { return queries.lanes[v + r][lane]; },
                 [&](int n) { return load<I32>(columns[n] + lane * BLOCK); });
@@ -83,9 +82,9 @@ struct PlainCache {
         for (int block = 0; block < num_blocks; ++block) {
             const int32_t* block_weights = (const int32_t*)(scores + v * TILE) + block * LANES;
             const int32_t* block_values = values[block] + dim;
-            const int32_t* later_values = values[block + COLUMNS] + dim;
+            const int32_t* later_values = values[block + BLOCKS_AHEAD] + dim;
             for (int lane = 0; lane < LANES; ++lane) {
-                prefetch<N>(later_values + lane * head_dim);
+                if (v == 0) prefetch<N>(later_values + lane * head_dim);
                 accumulate<Element>(
                     sums, [&](int r) { return block_weights[r * TILE + lane]; },
                     [&](int n) { return load<I32>(block_values + lane * head_dim + n * WIDTH); });
