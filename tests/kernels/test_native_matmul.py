@@ -56,6 +56,18 @@ def test_a_row_gives_the_same_bits_in_any_batch_and_with_any_number_of_threads(i
 
 
 @all_instruction_sets
+@both_dtypes
+@pytest.mark.parametrize("depth", [2048, 2000])
+def test_rows_a_power_of_two_apart_give_the_same_bits_as_rows_that_are_not(instruction_set, dtype, depth):
+    """Many of them are copied further apart first, since they would share few lines of the caches."""
+    linear = PackedLinear(native_library(instruction_set), normal(70, depth, dtype=dtype, seed=0))
+    x = normal(20, 2048, dtype=dtype, seed=1)[:, :depth]
+    elsewhere = torch.zeros(20, depth + 34, dtype=dtype)[:, :depth].copy_(x)
+    for num_rows in (20, 7, 6, 13):  # what is kept of a copy must not be in the next one's way
+        assert torch.equal(linear(x[:num_rows]), linear(elsewhere[:num_rows]))
+
+
+@all_instruction_sets
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @settings(max_examples=15, deadline=None)
 @given(

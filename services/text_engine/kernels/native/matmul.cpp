@@ -10,6 +10,7 @@
 // number of rows.)
 
 #include <algorithm>
+#include <vector>
 
 #include "register_block.h"
 
@@ -24,6 +25,10 @@ constexpr int64_t MAX_LANES = PANEL > 16 ? 1024 : 512;
 constexpr int64_t MAX_ROWS = 192;
 // Waking the other threads costs microseconds: below this many multiply-adds one thread is faster.
 constexpr int64_t PARALLEL_WORK = 1 << 18;
+// Rows of x that lie a multiple of this many bytes apart meet in the same few lines of every cache, and throw each other
+// out of it: they are copied, a line further apart.
+constexpr int64_t COLLIDING_BYTES = 4096;
+constexpr int64_t LINE_BYTES = 64;
 
 int64_t padded_outputs(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL * PANEL; }
 
@@ -163,6 +168,25 @@ struct Product {
     int64_t num_rows, num_outputs, depth, x_stride;
     int num_threads;
 
+    template <class Scalar>
+    struct Rows {
+        const Scalar* first;
+        int64_t stride;
+    };
+
+    // x, or a copy whose rows do not collide. The copy is the calling thread's, kept for the next product.
+    template <class Scalar>
+    Rows<Scalar> apart(const Scalar* x, int num_copying) const {
+        if (num_rows <= ROWS || x_stride * (int64_t)sizeof(Scalar) % COLLIDING_BYTES != 0) return {x, x_stride};
+        const int64_t stride = x_stride + LINE_BYTES / (int64_t)sizeof(Scalar);
+        static thread_local std::vector<Scalar> kept;
+        if ((int64_t)kept.size() < num_rows * stride) kept.resize(num_rows * stride);
+        Scalar* copy = kept.data();
+#pragma omp parallel for schedule(static) num_threads(num_copying) if (num_copying > 1)
+        for (int64_t row = 0; row < num_rows; ++row) std::copy_n(x + row * x_stride, depth, copy + row * stride);
+        return {copy, stride};
+    }
+
     template <class Element, class Stored>
     void run() const {
         using Scalar = typename Element::Scalar;
@@ -171,6 +195,7 @@ struct Product {
         constexpr int SHARED = Stored::GRANULE * WIDTH;
         const int64_t num_shared = (num_outputs + SHARED - 1) / SHARED;
         const int num_parts = num_rows * num_outputs * depth < PARALLEL_WORK ? 1 : num_threads;
+        const Rows<Scalar> rows = apart((const Scalar*)x, num_parts);
 #pragma omp parallel for schedule(static) num_threads(num_parts) if (num_parts > 1)
         for (int part = 0; part < num_parts; ++part) {
             // An equal share of the outputs each, in a few vectors: panels are too coarse for narrow matrices.
@@ -180,13 +205,13 @@ struct Product {
                 const int64_t start = output / PANEL * PANEL;
                 const int64_t stop = std::min(start + PANEL, end);
                 PanelProduct<Element, Stored>{
-                    (const Scalar*)x,
+                    rows.first,
                     (const Word*)packed + start * num_lanes,
                     bias ? bias + start : nullptr,
                     (Scalar*)y + start,
                     num_rows,
                     num_lanes,
-                    x_stride,
+                    rows.stride,
                     num_outputs,
                     (int)(output - start),
                     (int)(stop - start),
