@@ -1,9 +1,9 @@
-"""Speed of the CPU attention backend: `python -m bench.attention_cpu [--threads N] [--fp32] [--int8]`.
+"""Speed of the CPU attention backend: `python -m bench.attention_cpu [--threads N] [--fp32] [--cache int8]`.
 
 Decode is bound by memory and shown in GB/s of keys and values read, prefill by arithmetic and shown in GFLOP/s; beside
 each stands torch's scaled_dot_product_attention on contiguous tensors of equal lengths, and the machine's own limit
 measured in the same run. Both sides alternate, so that other work on the machine slows both alike, and both walk
-through more layers than the caches hold, as a model does. With --int8 our cache is of bytes, torch's as it was; GB/s
+through more layers than the caches hold, as a model does. With --cache ours is in fewer bits, torch's as it was; GB/s
 are then of what each reads.
 """
 
@@ -51,6 +51,8 @@ class Case:
         """The same in our cache."""
         if self.kv_cache_format == "auto":
             return self.torch_bytes
+        if self.kv_cache_format == "bfloat16":
+            return self.torch_bytes // self.dtype.itemsize * 2
         return 2 * self.num_seqs * self.context * self.shape.num_kv_heads * (self.shape.head_dim + STEP_BYTES)
 
     @property
@@ -80,7 +82,7 @@ def paged_attention(case: Case, attention: CpuAttention) -> Callable[[], object]
     )
     caches = [attention.allocate_kv_cache(num_blocks, BLOCK_SIZE, shape) for _ in range(case.num_layers)]
     for cache in caches:  # four bytes below 64 are a small number, as a step should be
-        cache.normal_() if case.kv_cache_format == "auto" else cache.random_(0, 64)
+        cache.random_(0, 64) if case.kv_cache_format == "int8" else cache.normal_()
     num_tokens = case.num_seqs * case.num_new
     query = torch.randn(num_tokens, shape.num_heads, shape.head_dim).to(case.dtype)
     key, value = (torch.randn(num_tokens, shape.num_kv_heads, shape.head_dim).to(case.dtype) for _ in range(2))
@@ -128,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--fp32", action="store_true", help="instead of bf16")
-    parser.add_argument("--int8", action="store_true", help="our cache in int8")
+    parser.add_argument("--cache", choices=["auto", "bfloat16", "int8"], default="auto", help="what ours keeps")
     parser.add_argument("--shape", choices=[*SHAPES], help="only this one")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -136,10 +138,10 @@ def main() -> None:
     library = load_native()
     if library is None:
         parser.exit(1)
-    kv_cache_format: KVFormat = "int8" if options.int8 else "auto"
+    kv_cache_format: KVFormat = options.cache
     attention = CpuAttention(library, dtype, kv_cache_format=kv_cache_format)
     read_gbps, matmul_gflops = machine_limits(dtype)
-    print(f"{options.threads} threads, {dtype}{', int8 cache' if options.int8 else ''}, {library.instruction_set}")
+    print(f"{options.threads} threads, {dtype}, cache {options.cache}, {library.instruction_set}")
     print(f"limits: read {read_gbps:.0f} GB/s, matmul {matmul_gflops:.0f} GFLOP/s\n")
     print(f"{'':38}{'ours':>10}{'torch':>10}{'ratio':>8}{'of limit':>10}")
     for name, (num_heads, num_kv_heads, head_dim) in SHAPES.items():

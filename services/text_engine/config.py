@@ -101,9 +101,10 @@ class TextEngineSettings(BaseSettings):
     host_cache_memory: Size | None = Field(
         None, description="host memory for blocks that a GPU's cache has no room for, e.g. 16GiB; none: no copies"
     )
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "int8"] = Field(
         "auto",
-        description="number format of the KV cache; bytes hold twice the tokens, fp8 on GPUs only; auto: the model's",
+        description="number format of the KV cache; bytes hold twice the tokens, fp8 on GPUs only; auto: what the model "
+        "computes in, or bfloat16 where that is float32 only because the CPU has no bfloat16 arithmetic",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory for weights and KV cache; on a CPU see kv_cache_memory"

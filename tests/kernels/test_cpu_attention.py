@@ -1,5 +1,5 @@
 """The CPU attention backend against softmax(QK^T)V in fp64, over ragged batches in a holed and shuffled cache, of the
-model's own type and of bytes."""
+model's own type, of bf16 and of bytes."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class Kind:
         """Keys or values as they are read back, in fp64."""
         if self.kv_cache_format == "auto":
             return heads.double()
+        if self.kv_cache_format == "bfloat16":
+            return heads.bfloat16().double()
         quants, steps = reference.quantize_heads(heads)
         return (quants.double() - 128) * steps.double()
 
@@ -47,6 +49,7 @@ FP32 = Kind("fp32", torch.float32, "auto", 2e-5)
 KINDS = [
     FP32,
     Kind("bf16", torch.bfloat16, "auto", 2e-2),
+    Kind("fp32, bf16 cache", torch.float32, "bfloat16", 2e-5),
     Kind("fp32, int8 cache", torch.float32, "int8", 1e-3),
     Kind("bf16, int8 cache", torch.bfloat16, "int8", 2e-2),
 ]

@@ -155,11 +155,15 @@ def test_those_of_the_prompt_are_too(checkpoint: CheckpointFactory, way: Callabl
     assert len(expected[1]) == NUM_PROMPT_TOKENS - 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("bfloat16", "int8"), ("float32", "int8"), ("float32", "bfloat16")]
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_so_they_are_with_a_cache_of_bytes(checkpoint: CheckpointFactory, way: Callable[..., EngineDriver], dtype: str):
+def test_so_they_are_with_a_cache_of_fewer_bits(
+    checkpoint: CheckpointFactory, way: Callable[..., EngineDriver], dtype: str, kv_cache_dtype: str
+):
     folder = checkpoint("gemma3_text")
-    settings = {"dtype": dtype, "kv_cache_dtype": "int8"}
+    settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     assert told(way(folder, **settings), prompt_logprobs=2) == told(alone(folder, **settings), prompt_logprobs=2)
 
 

@@ -48,7 +48,9 @@ def test_the_same_memory_holds_more_blocks(checkpoint: CheckpointFactory, backen
 @torch.inference_mode()
 def logits(folder: Path, backend: Literal["reference", "cpu"], kv_cache_dtype: Literal["auto", "int8"]) -> torch.Tensor:
     """[100, vocab_size] of one prompt, in fp32."""
-    settings = TextEngineSettings(model=folder, attention_backend=backend, kv_cache_dtype=kv_cache_dtype)
+    settings = TextEngineSettings(
+        model=folder, dtype="float32", attention_backend=backend, kv_cache_dtype=kv_cache_dtype
+    )
     parts = choose_parts(settings, CPU, torch.float32)
     decoder = load_decoder(
         folder, load_model_config(folder), parts.attention, parts.kernels, dtype=torch.float32, device=CPU

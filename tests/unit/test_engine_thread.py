@@ -20,7 +20,7 @@ from shared.errors import Overloaded
 
 
 class ScriptedEngine:
-    """Its steps wait for `may_step`; `add` raises `refusal`, if there is one; idling does away with `num_idle_pieces`."""
+    """Its steps wait for `may_step`; `add` raises `refusal` if there is one; when idle it does `num_idle_pieces`."""
 
     def __init__(self) -> None:
         self.in_step, self.may_step = threading.Event(), threading.Event()

@@ -18,7 +18,7 @@ from torch.nn import functional
 from services.text_engine.attention.interface import AttentionMetadata, AttentionShape
 from services.text_engine.kernels.kv_layout import KVFormat
 from services.text_engine.kernels.native import NativeKernels
-from services.text_engine.kernels.native_library import ELEMENT_TYPES, NativeLibrary
+from services.text_engine.kernels.native_library import CACHE_TYPES, ELEMENT_TYPES, NativeLibrary
 
 BLOCK_SIZE = 16
 # The kernels step through a head in vectors of 16 elements; other heads are padded with zeros, which change no sum.
@@ -63,7 +63,8 @@ class AttentionCall(ctypes.Structure):
 class CpuAttention:
     """Satisfies `AttentionBackend` for bf16 and fp32 tensors.
 
-    kv_cache_format  "auto": the tensors' dtype; "int8": bytes, with a step for each head of each token
+    kv_cache_format  "auto": the tensors' dtype; "bfloat16": half as much where they are fp32; "int8": bytes, with a
+                     step for each head of each token
     """
 
     kv_block_dim = 0
@@ -74,6 +75,7 @@ class CpuAttention:
         if kv_cache_format == "fp8":
             raise ValueError("CPU attention keeps keys and values in their own dtype or in int8, not in fp8")
         self._is_int8 = kv_cache_format == "int8"
+        self._cache_dtype = {"bfloat16": torch.bfloat16, "int8": torch.uint8}.get(kv_cache_format, dtype)
         self._attend = library.attend
         self._rotary = NativeKernels(library).rotary
         self._dtype = dtype
@@ -90,7 +92,7 @@ class CpuAttention:
             raise ValueError(f"CPU attention takes heads of up to {MAX_HEAD_DIM} dimensions, not {shape.head_dim}")
         num_elements = 2 * BLOCK_SIZE * (head_dim + STEP_BYTES if self._is_int8 else head_dim)
         size = (num_blocks, shape.num_kv_heads, num_elements)
-        return huge_page_zeros(math.prod(size), torch.uint8 if self._is_int8 else self._dtype).view(size)
+        return huge_page_zeros(math.prod(size), self._cache_dtype).view(size)
 
     def attend(
         self,
@@ -110,7 +112,7 @@ class CpuAttention:
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         assert query_strides[2] == key_strides[2] == value_strides[2] == 1
         assert query.dtype == key.dtype == value.dtype == self._dtype
-        assert kv_cache.dtype == (torch.uint8 if self._is_int8 else self._dtype)
+        assert kv_cache.dtype == self._cache_dtype
         output = torch.empty((num_tokens, num_heads * head_dim), dtype=self._dtype)
         call = AttentionCall(
             query=query.data_ptr(),
@@ -140,7 +142,7 @@ class CpuAttention:
             scale=shape.scale,
             soft_cap=shape.soft_cap or 0.0,
         )
-        self._attend(ELEMENT_TYPES[self._dtype], self._is_int8, ctypes.byref(call))
+        self._attend(ELEMENT_TYPES[self._dtype], CACHE_TYPES[self._cache_dtype], ctypes.byref(call))
         if padding:
             output = output.view(num_tokens, num_heads, head_dim)[..., : shape.head_dim].flatten(1)
         return output

@@ -14,7 +14,7 @@ STEP_BYTES = 4
 class TorchReferenceAttention:
     """Satisfies `AttentionBackend`. Gathers a sequence's keys and values, then one fp32 softmax over all scores.
 
-    kv_cache_format  "auto": dtype; "int8": bytes, see `reference.quantize_heads`
+    kv_cache_format  "auto": dtype; "bfloat16": that; "int8": bytes, see `reference.quantize_heads`
     """
 
     kv_block_dim = 1
@@ -25,6 +25,7 @@ class TorchReferenceAttention:
         self._dtype = dtype
         self._device = device
         self._is_int8 = kv_cache_format == "int8"
+        self._cache_dtype = {"bfloat16": torch.bfloat16, "int8": torch.uint8}.get(kv_cache_format, dtype)
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, shape: AttentionShape) -> torch.Tensor:
         """[2, num_blocks, block_size, num_kv_heads, row]: keys, then values.
@@ -33,7 +34,7 @@ class TorchReferenceAttention:
         """
         row = -(-shape.head_dim // STEP_BYTES) * STEP_BYTES + STEP_BYTES if self._is_int8 else shape.head_dim
         size = (2, num_blocks, block_size, shape.num_kv_heads, row)
-        return torch.zeros(size, dtype=torch.uint8 if self._is_int8 else self._dtype, device=self._device)
+        return torch.zeros(size, dtype=self._cache_dtype, device=self._device)
 
     def attend(
         self,

@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 
-KVFormat = Literal["auto", "fp8", "int8"]
+KVFormat = Literal["auto", "bfloat16", "fp8", "int8"]  # these kernels have no other 16 bits than the model's own
 ROW_MULTIPLE = 16
 SCALE_BYTES = 4
 LARGEST = {"auto": 1.0, "fp8": 448.0, "int8": 127.0}

@@ -13,9 +13,10 @@ from shared.log import get_logger
 
 # GCC's own, and two that offer its entry points besides theirs.
 OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
-# `ElementType` in native/simd.h: what is computed in, and what weights may be stored in.
+# `ElementType` in native/simd.h: what is computed in, and what weights, keys and values may be stored in.
 ELEMENT_TYPES = {torch.bfloat16: 0, torch.float32: 1}
 WEIGHT_TYPES = {**ELEMENT_TYPES, torch.float16: 2}
+CACHE_TYPES = {**ELEMENT_TYPES, torch.uint8: 3}
 
 log = get_logger(__name__)
 

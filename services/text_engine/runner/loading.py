@@ -17,6 +17,7 @@ from services.text_engine.core.speculation import MAX_GUESSING_ROWS
 from services.text_engine.kernels import reference
 from services.text_engine.kernels.grouped_weight import GroupedWeight
 from services.text_engine.kernels.interface import Kernels
+from services.text_engine.kernels.kv_layout import KVFormat
 from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import load_native
 from services.text_engine.kernels.native_matmul import WIDENED_DTYPES, PackedLinear, packing_pays
@@ -292,9 +293,7 @@ def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torc
         _check_can_be_invariant(settings, device, dtype)
     if settings.attention_backend == "triton" or (settings.attention_backend == "auto" and device.type == "cuda"):
         return _triton_parts(settings, device, dtype)
-    kv_cache_format = settings.kv_cache_dtype
-    if kv_cache_format == "fp8":
-        raise SettingRefused("kv_cache_dtype", "fp8", "needs the Triton kernels, and so a GPU; use int8")
+    kv_cache_format = _plain_cache_format(settings, dtype)
     wants_native = settings.attention_backend != "reference" and not settings.enforce_eager
     library = load_native() if device.type == "cpu" and wants_native else None
     if library is not None and dtype in (torch.bfloat16, torch.float32):
@@ -314,6 +313,16 @@ def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torc
             "or reference",
         )
     return DeviceParts(TorchReferenceAttention(dtype, device, kv_cache_format=kv_cache_format), reference)
+
+
+def _plain_cache_format(settings: TextEngineSettings, dtype: torch.dtype) -> KVFormat:
+    """Without the Triton kernels. A model that computes in fp32 for want of bf16 arithmetic keeps keys and values in
+    bf16 all the same: attention's decoding is reading them, and half as much takes half the time."""
+    if settings.kv_cache_dtype == "fp8":
+        raise SettingRefused("kv_cache_dtype", "fp8", "needs the Triton kernels, and so a GPU; use int8")
+    if settings.kv_cache_dtype == "auto" and settings.dtype == "auto" and dtype == torch.float32:
+        return "bfloat16"
+    return settings.kv_cache_dtype
 
 
 def _check_can_be_invariant(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> None:
@@ -342,9 +351,17 @@ def _triton_parts(settings: TextEngineSettings, device: torch.device, dtype: tor
         from services.text_engine.kernels.triton_kernels import TritonKernels
     except ModuleNotFoundError as error:
         raise ValueError(f"on a GPU the engine needs the package triton ({error}); or use 'reference'") from error
-    attention = TritonAttention(
-        dtype, device, max_num_seqs=_max_graph_tokens(settings), kv_cache_format=settings.kv_cache_dtype
-    )
+    kv_cache_format = settings.kv_cache_dtype
+    if kv_cache_format == "bfloat16":
+        if dtype != torch.bfloat16:
+            raise SettingRefused(
+                "kv_cache_dtype",
+                "bfloat16",
+                f"goes with dtype bfloat16 on GPUs, not with {dtype_name(dtype)}; use auto",
+            )
+        kv_cache_format = "auto"
+    max_num_seqs = _max_graph_tokens(settings)
+    attention = TritonAttention(dtype, device, max_num_seqs=max_num_seqs, kv_cache_format=kv_cache_format)
     arrivals = make_arrivals(device)
 
     def make_quantized(weight: GroupedWeight, bias: torch.Tensor | None) -> Product:

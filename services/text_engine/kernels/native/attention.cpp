@@ -1,7 +1,7 @@
 // Causal attention (images may see themselves whole) over a paged KV cache, for a ragged mix of decode rows and prefill chunks.
 //
-// The cache is in the model's type (plain_cache.h) or in bytes (int8_cache.h), which say how it lies in memory and
-// multiply it.
+// The cache is in the model's type or in bf16 (plain_cache.h), or in bytes (int8_cache.h), which say how it lies in memory
+// and multiply it.
 //
 // Each (token, query head) is one *vector*. Positions are cut into tiles of 256, counted from position 0. A tile's
 // weights are taken against the tile's own maximum and its output is merged into the running result in tile order.
@@ -232,8 +232,9 @@ class Attention {
         const int32_t* table = block_table(item);
         for (int b = 0; b < found.num_blocks; ++b) {
             const int32_t block = table[found.first_block + b];
+            const auto* keys = (const typename Cache::Word*)cached_keys(block, item.kv_head);
             for (int c = 0; c < COLUMNS_PER_BLOCK; ++c) {
-                found.keys[b * COLUMNS_PER_BLOCK + c] = cached_keys(block, item.kv_head) + c * WIDTH;
+                found.keys[b * COLUMNS_PER_BLOCK + c] = (const int32_t*)(keys + c * WIDTH);
             }
             found.values[b] = cached_values(block, item.kv_head);
         }
@@ -323,12 +324,13 @@ class Attention {
 }  // namespace
 }  // namespace diptych
 
-// is_int8: of the cache
-DIPTYCH_EXPORT void diptych_attend(int32_t element_type, int32_t is_int8, const diptych::AttentionCall* call) {
+// cache_type: the element type, INT8, or BF16 where elements are FP32
+DIPTYCH_EXPORT void diptych_attend(int32_t element_type, int32_t cache_type, const diptych::AttentionCall* call) {
     using namespace diptych;
+    if (element_type == FP32 && cache_type == BF16) return Attention<Fp32, PlainCache<Fp32, Bf16Slots>>(*call).run();
     with_element(element_type, [&](auto element) {
         using Element = decltype(element);
-        if (is_int8) {
+        if (cache_type == INT8) {
             Attention<Element, Int8Cache<Element>>(*call).run();
         } else {
             Attention<Element, PlainCache<Element>>(*call).run();

@@ -19,9 +19,9 @@ constexpr int COLUMNS_AHEAD = BLOCKS_AHEAD * COLUMNS_PER_BLOCK;
 
 // The first of the vectors that meet some columns fetches for all of them: a line for each block among N columns.
 template <int N>
-inline void fetch_ahead(const int32_t* const* columns, int offset) {
+inline void fetch_ahead(const int32_t* const* columns, int byte) {
 #pragma GCC unroll 8
-    for (int n = 0; n < N; n += COLUMNS_PER_BLOCK) __builtin_prefetch(columns[n + COLUMNS_AHEAD] + offset);
+    for (int n = 0; n < N; n += COLUMNS_PER_BLOCK) __builtin_prefetch((const char*)columns[n + COLUMNS_AHEAD] + byte);
 }
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MAX_VECTORS = 48;  // per work item: its scores, 48 x 256 fp32, live in the first- and second-level cache

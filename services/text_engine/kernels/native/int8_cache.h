@@ -81,6 +81,7 @@ struct Shorts {
 template <class Element>
 struct Int8Cache {
     using Scalar = typename Element::Scalar;
+    using Word = int32_t;  // a key's or value's four bytes
     static constexpr bool NEEDS_ZEROS = false;  // whatever a byte is, it is a number
 
     // 32-bit words of a block of one KV head, and those before its values.
@@ -135,14 +136,14 @@ struct Int8Cache {
         I32 sums[R][N];
         queries.shorts.start(sums, v);
         for (int word = 0; word < num_words; ++word) {
-            if (v == 0) fetch_ahead<N>(columns, word * BLOCK);
+            if (v == 0) fetch_ahead<N>(columns, word * BLOCK * 4);
             accumulate_bytes(
                 sums, [&](int r) { return (const int32_t*)queries.elements[v + r] + 2 * word; },
                 [&](int n) { return load<I32>(columns[n] + word * BLOCK); });
         }
         if (v == 0) {
-            fetch_ahead<N>(columns, num_words * BLOCK);
-            fetch_ahead<N>(columns, (num_words + 1) * BLOCK);
+            fetch_ahead<N>(columns, num_words * BLOCK * 4);
+            fetch_ahead<N>(columns, (num_words + 1) * BLOCK * 4);
         }
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
@@ -196,7 +197,7 @@ struct Int8Cache {
             const int32_t* block_values = values[block] + dim;
             const int32_t* later_values = values[block + BLOCKS_AHEAD] + dim;
             for (int word = 0; word < BLOCK / 4; ++word) {
-                if (v == 0) prefetch<N>(later_values + word * head_dim);
+                if (v == 0) prefetch<N * WIDTH * 4>(later_values + word * head_dim);
                 accumulate_bytes(
                     sums, [&](int r) { return block_weights + r * TILE + 2 * word; },
                     [&](int n) { return load<I32>(block_values + word * head_dim + n * WIDTH); });

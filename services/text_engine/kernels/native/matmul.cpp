@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "register_block.h"
+#include "stored_lanes.h"
 
 namespace diptych {
 namespace {
@@ -31,33 +32,6 @@ constexpr int64_t COLLIDING_BYTES = 4096;
 constexpr int64_t LINE_BYTES = 64;
 
 int64_t padded_outputs(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL * PANEL; }
-
-// How a panel's lanes are stored, COLUMNS vectors of them at a time: as they are multiplied, or as 16 bits each.
-struct WholeLanes {
-    using Word = int32_t;
-    static constexpr int GRANULE = 1;  // columns that cannot be taken apart
-    static int place(int output) { return output; }
-    static I32 column(const Word* words, int n) { return load<I32>(words + n * WIDTH); }
-};
-// Two columns interleaved: one load, a shift for the one and a mask for the other.
-struct Bf16Lanes {
-    using Word = uint16_t;
-    static constexpr int GRANULE = 2;
-    static int place(int output) {
-        const int column = output / WIDTH;
-        return column / 2 * 2 * WIDTH + output % WIDTH * 2 + column % 2;
-    }
-    static I32 column(const Word* words, int n) {
-        const I32 both = load<I32>(words + n / 2 * 2 * WIDTH);
-        return n % 2 ? both & splat((int32_t)0xffff0000) : both << 16;
-    }
-};
-struct Fp16Lanes {
-    using Word = uint16_t;
-    static constexpr int GRANULE = 1;
-    static int place(int output) { return output; }
-    static I32 column(const Word* words, int n) { return (I32)widen_fp16(load<U16>(words + n * WIDTH)); }
-};
 
 // The columns [first, last) of one panel, in lanes relative to it, over all rows.
 template <class Element, class Stored>
@@ -241,7 +215,7 @@ DIPTYCH_EXPORT void diptych_pack_weight(int32_t element_type, int32_t weight_typ
     if (element_type == weight_type) {
         call(WholeLanes{});
     } else if (weight_type == BF16) {
-        call(Bf16Lanes{});
+        call(Bf16Pairs{});
     } else {
         call(Fp16Lanes{});
     }
@@ -258,7 +232,7 @@ DIPTYCH_EXPORT void diptych_matmul(int32_t element_type, int32_t weight_type, co
     } else if (weight_type == FP32) {
         product.run<Fp32, WholeLanes>();
     } else if (weight_type == BF16) {
-        product.run<Fp32, Bf16Lanes>();
+        product.run<Fp32, Bf16Pairs>();
     } else {
         product.run<Fp32, Fp16Lanes>();
     }

@@ -70,10 +70,10 @@ inline void store_block(const F32 (&sums)[R][N], float* target, int64_t row_stri
     }
 }
 
-template <int N>
-inline void prefetch(const int32_t* address) {
+template <int BYTES>
+inline void prefetch(const void* address) {
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) __builtin_prefetch(address + n * WIDTH);
+    for (int offset = 0; offset < BYTES; offset += 64) __builtin_prefetch((const char*)address + offset);
 }
 
 }  // namespace diptych

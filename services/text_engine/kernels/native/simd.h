@@ -179,8 +179,9 @@ struct Bf16 {
     }
 };
 
-// The types a call may name, as native_library.py numbers them. Nothing is computed in fp16: weights may be stored in it.
-enum ElementType : int32_t { BF16 = 0, FP32 = 1, FP16 = 2 };
+// The types a call may name, as native_library.py numbers them. Nothing is computed in the last two: weights may be stored
+// in fp16, keys and values in bytes.
+enum ElementType : int32_t { BF16 = 0, FP32 = 1, FP16 = 2, INT8 = 3 };
 
 template <class Body>
 inline void with_element(int32_t element_type, Body body) {
