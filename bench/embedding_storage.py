@@ -19,12 +19,12 @@ from diptych import LLM
 from diptych.models import resolve
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.kernels import reference
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.weights import load_decoder
 from services.text_engine.prompt import Prompt
 from shared.row_codec import dequantize_rows, quantize_rows
 from shared.torch_io import tensor_to_blob
-from shared.wire import ChatMessage, ImagePart, TextPart
+from shared.wire.engine import ChatMessage, ImagePart, TextPart
 from tests.models.paged import PagedDecoder
 
 SAMPLES = Path(__file__).resolve().parents[1] / "models" / "demo" / "samples"

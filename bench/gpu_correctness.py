@@ -311,7 +311,7 @@ def engine_cases(device: torch.device, *, is_tiny: bool) -> Iterator[Case]:
 def engine_tokens(shape: Shape, backend: str, *, enforce_eager: bool, is_tiny: bool) -> list[list[int]]:
     from services.text_engine.build import build_engine
     from services.text_engine.config import TextEngineSettings
-    from services.text_engine.engine import EngineRequest, RequestFailed, TokenOutput
+    from services.text_engine.engine_io import EngineRequest, RequestFailed, TokenOutput
     from shared.sampling import SamplingParams
 
     torch.manual_seed(0)

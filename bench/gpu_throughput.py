@@ -158,9 +158,9 @@ class Runs:
 
     def _add(self, prompt: Prompt, image_rows: int) -> str:
         from services.text_engine.core.sequence import ImageSpan
-        from services.text_engine.engine import EngineRequest
+        from services.text_engine.engine_io import EngineRequest
         from shared.sampling import SamplingParams
-        from shared.wire import ImageRef
+        from shared.wire.images import ImageRef
 
         number = next(self._ids)
         spans: tuple[ImageSpan, ...] = ()

@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from diptych.models import resolve
 from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.engine import Engine, EngineRequest, TokenOutput
-from services.text_engine.models.families import load_model_config
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineRequest, TokenOutput
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.lora.adapter_files import ADAPTABLE
 from services.text_engine.models.weights import parameter_shapes
 from shared.sampling import SamplingParams

@@ -44,9 +44,13 @@ from bench.waterfall import Bar, Panel, draw
 from diptych.machine import free_ports
 from services.text_engine.app import run as run_engine
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.engine import Engine, EngineOutput
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineOutput
 from shared.settings import load_settings
-from shared.wire import Encoded, GenerateRequest, ImageRef, StageSpan
+from shared.wire.common import StageSpan
+from shared.wire.encoder import Encoded
+from shared.wire.engine import GenerateRequest
+from shared.wire.images import ImageRef
 
 Order = Literal["overlap", "wait"]
 SMOLLM2_135M = Shape(576, 1536, 30, 9, 3, 49152, image_rows=196)

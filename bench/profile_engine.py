@@ -21,7 +21,8 @@ from rich.table import Table
 from services.text_engine import engine as engine_module
 from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.engine import Engine, EngineRequest
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineRequest
 from services.text_engine.kernels.native_matmul import PackedLinear
 from services.text_engine.models.layers import Linear
 from services.text_engine.runner import model_runner

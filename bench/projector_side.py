@@ -23,7 +23,7 @@ from services.vision_encoder.projector import Projector
 from shared.embedding_cache import EmbeddingCache
 from shared.row_codec import quantize_rows
 from shared.torch_io import blob_to_tensor, tensor_to_blob
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 ROUNDS = 15
 

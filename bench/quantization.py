@@ -26,7 +26,7 @@ from diptych.models import resolve
 from services.text_engine.attention.interface import AttentionBackend, AttentionMetadata
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.models.decoder import Decoder
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.quantization.on_the_fly import quantizer
 from services.text_engine.models.weights import load_decoder
 from services.text_engine.runner.loading import choose_parts

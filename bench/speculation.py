@@ -24,11 +24,12 @@ from rich.table import Table
 from services.text_engine.build import BuiltEngine, build_engine
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.batch import DraftMethod
-from services.text_engine.core.draft_model import DraftModelDrafter
-from services.text_engine.core.speculation import DraftCounts, PromptLookupDrafter
-from services.text_engine.engine import EngineRequest, TokenOutput
+from services.text_engine.core.speculation.draft_model import DraftModelDrafter
+from services.text_engine.core.speculation.interface import DraftCounts
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.engine_io import EngineRequest, TokenOutput
 from shared.sampling import SamplingParams
-from shared.wire import ChatMessage, TextPart
+from shared.wire.engine import ChatMessage, TextPart
 
 WORDS = (
     "river",

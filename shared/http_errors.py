@@ -21,7 +21,7 @@ from shared.errors import (
     UpstreamFailed,
 )
 from shared.log import MAX_VALUE_CHARS, redact
-from shared.wire import WireError
+from shared.wire.common import WireError
 
 MAX_ECHO_CHARS = 80
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")

@@ -85,7 +85,9 @@ class HttpTransport(httpx.AsyncBaseTransport):
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                _, connection = await loop.create_connection(Connection, host, port, ssl=tls, server_hostname=tls_name)
+                _, connection = await loop.create_connection(
+                    lambda: Connection(loop), host, port, ssl=tls, server_hostname=tls_name
+                )
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no connection to {host}:{port} within {timeout_s} s") from None
         except (OSError, ValueError, OverflowError) as error:  # the others: of hosts and ports that nobody can have
@@ -125,13 +127,14 @@ class HttpTransport(httpx.AsyncBaseTransport):
 
 
 class Connection(asyncio.Protocol):
-    """One socket and the answer that is coming in on it.
+    """One socket and the answer that is coming in on it. Streams are read a token at a time, so what `read` does for
+    each piece is kept small: no lookup of the running loop, which is a system call, and no timer.
 
     status, headers   of the answer, once `ask` has returned
     idle_since        by time.monotonic(); kept by whoever keeps the connection
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since = 0.0
@@ -148,6 +151,8 @@ class Connection(asyncio.Protocol):
         self._is_paused = False  # reading is
         self._failure: httpx.TransportError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._loop = loop
+        self._alarm = _Alarm(loop, self._wake)
 
     @property
     def is_reusable(self) -> bool:
@@ -180,9 +185,7 @@ class Connection(asyncio.Protocol):
 
     async def read(self, timeout_s: float | None) -> bytes:
         """More of the answer's body; nothing at its end."""
-        await self._until(
-            lambda: bool(self._chunks) or self._is_complete, timeout_s, httpx.ReadTimeout, "no more of the answer came"
-        )
+        await self._until(self._has_news, timeout_s, httpx.ReadTimeout, "no more of the answer came")
         data = b"".join(self._chunks)
         self._chunks.clear()
         self._num_buffered_bytes = 0
@@ -202,15 +205,19 @@ class Connection(asyncio.Protocol):
         timed_out: type[httpx.TimeoutException],
         complaint: str,
     ) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not is_met():
-                    if self._failure is not None:
-                        raise self._failure
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    await self._waiter
-        except TimeoutError:
-            raise timed_out(f"{complaint} within {timeout_s} s") from None
+        ends_at = None if timeout_s is None else self._loop.time() + timeout_s
+        while not is_met():
+            if self._failure is not None:
+                raise self._failure
+            if ends_at is not None:
+                if self._loop.time() >= ends_at:
+                    raise timed_out(f"{complaint} within {timeout_s} s")
+                self._alarm.set(ends_at)
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _has_news(self) -> bool:
+        return bool(self._chunks) or self._is_complete
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -241,6 +248,7 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._alarm.cancel()
         is_orderly = error is None and self._failure is None
         if is_orderly and self._has_head and not self._tells_its_end():
             self._is_complete = True
@@ -280,9 +288,46 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_complete = self._has_head
+        self._alarm.cancel()
 
     def _tells_its_end(self) -> bool:
         return any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+
+
+class _Alarm:
+    """Calls `ring` when the time that was set last has come. Setting a later time costs next to nothing: the timer runs
+    on, and looks when it ends whether there is time left.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ring = ring
+        self._at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ends_at = 0.0
+
+    def set(self, at: float) -> None:
+        """at   by the loop's clock; it takes the place of the time before"""
+        self._at = at
+        if self._timer is None or self._timer_ends_at > at:
+            self._start_timer()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start_timer(self) -> None:
+        self.cancel()
+        self._timer = self._loop.call_at(self._at, self._timer_ended)
+        self._timer_ends_at = self._at
+
+    def _timer_ended(self) -> None:
+        self._timer = None
+        if self._loop.time() >= self._at:
+            self._ring()
+        else:
+            self._start_timer()
 
 
 class _Answer(httpx.AsyncByteStream):

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.tracing import Attributes, working_on
-from shared.wire import StageSpan
+from shared.wire.common import StageSpan
 
 CLOSE_TIMEOUT_S: Final = 3.0
 _PROPAGATOR: Final = TraceContextTextMapPropagator()

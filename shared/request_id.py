@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shared.errors import DiptychError
 from shared.http_errors import error_response
 from shared.log import get_logger
-from shared.wire import REQUEST_ID_HEADER
+from shared.wire.common import REQUEST_ID_HEADER
 
 log = get_logger(__name__)
 _WELL_FORMED = re.compile(r"[\x21-\x7e]{1,128}")

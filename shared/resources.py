@@ -50,6 +50,6 @@ def available_memory_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024
     with contextlib.suppress(OSError, ValueError):
-        room = int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
-        available = room if available is None else min(available, room)
+        below_limit = int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
+        available = below_limit if available is None else min(available, below_limit)
     return available

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from shared.wire import WireModel
+from shared.wire.common import WireModel
 
 MAX_CELLS: Final = 4096
 MAX_SEQUENCES: Final = 64

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shared.wire import StageSpan
+from shared.wire.common import StageSpan
 
 if TYPE_CHECKING:
     from shared.otel import Otel

@@ -19,13 +19,14 @@ from services.text_engine.build import BuiltEngine, build_engine
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.batch import Batch, Draft, SampledToken
 from services.text_engine.core.sequence import ImageSpan, Sequence
-from services.text_engine.engine import Engine, EngineOutput, EngineRequest, RequestFailed, RequestFinished, TokenOutput
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineOutput, EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from services.text_engine.metrics import EngineMetrics
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import ContextTooLong, EncodeFailed, Overloaded
 from shared.metrics import counts_by_label
 from shared.sampling import SamplingParams
-from shared.wire import ImageRef
+from shared.wire.images import ImageRef
 from tests.engine_invariants import check_engine
 
 NUM_PICTURES: Final = 5

@@ -13,17 +13,11 @@ from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.batch import Batch
 from services.text_engine.core.sequence import ImageSpan
-from services.text_engine.engine import (
-    Engine,
-    EngineOutput,
-    EngineRequest,
-    RequestFailed,
-    RequestFinished,
-    TokenOutput,
-)
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineOutput, EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from shared.errors import DiptychError
 from shared.sampling import SamplingParams
-from shared.wire import ImageRef
+from shared.wire.images import ImageRef
 from tests.engine_invariants import check_engine
 
 

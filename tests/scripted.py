@@ -29,22 +29,22 @@ from shared.http_errors import error_response, install_error_handlers, wire_erro
 from shared.http_protocol import HttpProtocol
 from shared.reasoning import ReasoningFormat
 from shared.server import run_to_the_end
-from shared.wire import (
+from shared.wire.common import NDJSON
+from shared.wire.encoder import (
     IMAGE_KEY_HEADER,
-    NDJSON,
-    ROOM_HEADER,
     Admitted,
-    ChatMessage,
     DescribeRequest,
     DescribeResponse,
     Encoded,
     EncodeFailedEvent,
     EncoderInfo,
+)
+from shared.wire.engine import (
+    QUEUE_OPENS_HEADER,
+    ChatMessage,
     Failed,
     Finished,
     GenerateRequest,
-    ImageMetadata,
-    ImageRef,
     ModelInfo,
     Started,
     TextPart,
@@ -53,6 +53,7 @@ from shared.wire import (
     TokenLogprob,
     Tokens,
 )
+from shared.wire.images import ImageMetadata, ImageRef
 
 IMAGE_TOKENS = 576
 WORDS = ("The", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", ".")
@@ -136,7 +137,7 @@ class EngineScript:
     """What to say, how fast, and what goes wrong.
 
     refuse       answered with its status instead of any event
-    room_in_s    what it says of its queue with every answer; None: nothing, as older ones
+    queue_opens_in_s    what it says of its queue with every answer; None: nothing, as older ones
     fail         sent as an error event after `fail_after` tokens
     cut_after    the connection breaks after so many tokens
     lose_images  how many requests with images find their embeddings gone
@@ -150,7 +151,7 @@ class EngineScript:
     first_token_delay_s: float = 0.0
     token_delay_s: float = 0.0
     refuse: DiptychError | None = None
-    room_in_s: float | None = None
+    queue_opens_in_s: float | None = None
     fail: DiptychError | None = None
     fail_after: int = 0
     cut_after: int | None = None
@@ -220,16 +221,16 @@ class ScriptedEngine:
         await asyncio.sleep(script.start_delay_s)
         if not self.is_ready:
             return error_response(NotReady("the engine is not ready", retry_after_s=1))
-        room = {} if script.room_in_s is None else {ROOM_HEADER: f"{script.room_in_s:g}"}
+        queue = {} if script.queue_opens_in_s is None else {QUEUE_OPENS_HEADER: f"{script.queue_opens_in_s:g}"}
         if script.refuse is not None:
             refusal = error_response(script.refuse)
-            refusal.headers.update(room)
+            refusal.headers.update(queue)
             return refusal
         _, num_images = count_tokens(request.messages, request.prompt)
         if num_images and script.lose_images:
             script.lose_images -= 1
             return error_response(EmbeddingNotFound("no encoder has this embedding"))
-        return EventStream(self._events(request, script), room)
+        return EventStream(self._events(request, script), queue)
 
     async def _events(self, request: GenerateRequest, script: EngineScript) -> AsyncIterator[BaseModel | None]:
         self.num_running += 1

@@ -16,7 +16,8 @@ from services.gateway.backends import EngineClient
 from services.gateway.balancer import Pool, Replica
 from services.gateway.body import read_json
 from services.gateway.engine_admin import EngineNumber, ask_engines
-from shared.wire import LoadAdapterRequest, ModelInfo, UnloadAdapterRequest
+from shared.wire.engine import ModelInfo
+from shared.wire.engine_admin import LoadAdapterRequest, UnloadAdapterRequest
 
 MAX_BODY_BYTES: Final = 4096
 

@@ -13,7 +13,8 @@ from services.gateway.generation import Generation
 from services.gateway.images import at_part
 from services.gateway.timeline import ImageStory, Timeline
 from shared.errors import DiptychError, EmbeddingNotFound, InvalidImage, UpstreamFailed
-from shared.wire import Encoded, ImageRef
+from shared.wire.encoder import Encoded
+from shared.wire.images import ImageRef
 
 # When the engine complains about an image, the encoder's own words, which name the part, are at most this far behind.
 GRACE_S: Final = 0.5

@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.streaming import chat_logprobs, completion_logprobs, reasoning_fields
 from services.gateway.tool_calls import NumberedCall
 from services.gateway.trace import Trace
-from shared.wire import Finished, TokenLogprob, Tokens
+from shared.wire.engine import Finished, TokenLogprob, Tokens
 
 
 @dataclass(slots=True)

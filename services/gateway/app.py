@@ -59,7 +59,8 @@ from shared.server import serve
 from shared.service_client import ServiceClient
 from shared.tls import Tls
 from shared.tracing import tracing
-from shared.wire import EncoderInfo, ModelInfo
+from shared.wire.encoder import EncoderInfo
+from shared.wire.engine import ModelInfo
 
 if TYPE_CHECKING:
     from shared.otel import Otel
@@ -171,7 +172,7 @@ async def _build(
     salts = CacheSalts(by_key=settings.salt_cache_by_key)
     chat = Chat(generator, vision, loader, salts, max_image_bytes=settings.max_image_bytes)
 
-    StateCollector(registry, lifecycle, engines, encoders, vision, generator)
+    StateCollector(registry, lifecycle, engines, encoders, vision)
     watch_cache(registry, cache)
     keyring = Keyring(settings.api_keys)
     stories = Stories(chat, Completions(generator, salts), Responses(chat), Counting(generator, vision, chat))

@@ -21,16 +21,15 @@ async def on_a_replica(
     work: Callable[[Replica[Info], int], Awaitable[Result]],
     *,
     nobody: DiptychError,
-    is_all: bool = True,
 ) -> Result:
-    """What `work` gives on the first replica where it succeeds; the pool hears how each try ended.
+    """What `work` gives on the first replica where it succeeds; the pool hears of each failure.
 
     A replica that takes nothing (leaving, full) is passed over; one that breaks is replaced once. Raises the last
     refusal, or `nobody` if there was no replica to try.
 
     choose   from the replicas tried so far and the last one's refusal; None: there is no other
-    work     gets the number of earlier tries
-    is_all   False: the result only begins what the replica does; whoever goes on with it tells the pool how it ended
+    work     gets the number of earlier tries. It tells the pool of its success, which may come after its result: an
+             answer that has begun can still break
     """
     tried: list[Replica[Info]] = []
     num_faults = 0
@@ -38,7 +37,7 @@ async def on_a_replica(
     await pool.until_available()
     while (replica := choose(tried, failure)) is not None:
         try:
-            result = await work(replica, len(tried))
+            return await work(replica, len(tried))
         except DiptychError as error:
             pool.note(replica, error)
             num_faults += is_replica_fault(error)
@@ -46,8 +45,4 @@ async def on_a_replica(
                 raise
             failure = error
             tried.append(replica)
-        else:
-            if is_all:
-                pool.note(replica, None)
-            return result
     raise failure

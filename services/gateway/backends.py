@@ -18,21 +18,20 @@ from pydantic import TypeAdapter, ValidationError
 from shared.errors import DiptychError, NotReady, UpstreamFailed, UpstreamTimeout, UpstreamTooLong, error_from_body
 from shared.lines import LineSplitter, LineTooLong
 from shared.service_client import ServiceClient
-from shared.wire import (
-    DEADLINE_HEADER,
+from shared.wire.common import DEADLINE_HEADER, REQUEST_ID_HEADER, WireError
+from shared.wire.encoder import (
     DETAIL_HEADER,
     IMAGE_KEY_HEADER,
-    REQUEST_ID_HEADER,
-    ROOM_HEADER,
     SAFETENSORS,
     Admitted,
-    CacheState,
     DescribeRequest,
     DescribeResponse,
-    Detail,
     Encoded,
     EncodeEvent,
     EncodeFailedEvent,
+)
+from shared.wire.engine import (
+    QUEUE_OPENS_HEADER,
     Failed,
     Finished,
     GenerateEvent,
@@ -42,8 +41,9 @@ from shared.wire import (
     TokenizeRequest,
     TokenizeResponse,
     Tokens,
-    WireError,
 )
+from shared.wire.engine_admin import CacheState
+from shared.wire.images import Detail
 
 RETRY_UNREACHABLE_S: Final = 1.0
 _ENCODE_EVENT: Final[TypeAdapter[EncodeEvent]] = TypeAdapter(EncodeEvent)
@@ -116,12 +116,12 @@ class EngineClient:
         request_id: str,
         *,
         door: AbstractAsyncContextManager[None],
-        on_room: Callable[[float], None],
+        on_queue: Callable[[float], None],
     ) -> AsyncIterator[AsyncIterator[Started | Tokens | Finished]]:
         """The engine's events until the block is left, which aborts what still runs.
 
         door      entered from before the request is sent until it is taken or refused
-        on_room   hears, taken or refused, after how many seconds the engine would queue another such request
+        on_queue   hears, taken or refused, after how many seconds the engine would queue another such request
         """
         headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
         body = request.model_dump_json(exclude_none=True)
@@ -129,8 +129,8 @@ class EngineClient:
             try:
                 async with asyncio.timeout(self._start_timeout_s), door:
                     response = await self._http.open("POST", f"{url}/v1/generate", content=body, headers=headers)
-                    if (room_in_s := _room_in_s(response)) is not None:
-                        on_room(room_in_s)
+                    if (opens_in_s := _queue_opens_in_s(response)) is not None:
+                        on_queue(opens_in_s)
                     await _raise_for_status(response)
             except TimeoutError as error:
                 raise UpstreamTimeout(f"the text engine did not start within {self._start_timeout_s:g} s") from error
@@ -184,8 +184,10 @@ async def _generate_events(response: httpx.Response) -> AsyncIterator[Started | 
     """Ends where the response ends, not at `Finished`: only a response read to its end frees its connection."""
     is_complete = False
     lines = LineSplitter()
+    # The transport's own stream: httpx's `aiter_raw` around it costs as much as the parsing of a token.
+    assert isinstance(response.stream, httpx.AsyncByteStream)
     with _upstream_errors("text engine"):
-        async for chunk in response.aiter_raw():
+        async for chunk in response.stream:
             for line in lines.feed(chunk):
                 event = _GENERATE_EVENT.validate_json(line)
                 if isinstance(event, Failed):
@@ -215,10 +217,10 @@ def _retry_after(response: httpx.Response) -> float | None:
     return float(text) if text.isascii() and text.isdigit() else None  # "²" is a digit, and no number
 
 
-def _room_in_s(response: httpx.Response) -> float | None:
+def _queue_opens_in_s(response: httpx.Response) -> float | None:
     """None: the engine is older than this, or says what is no time."""
     try:
-        seconds = float(response.headers.get(ROOM_HEADER, "nan"))
+        seconds = float(response.headers.get(QUEUE_OPENS_HEADER, "nan"))
     except ValueError:
         return None
     return seconds if 0 <= seconds < math.inf else None

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from services.gateway.room import Room
+from services.gateway.queue_forecast import QueueForecast
 from shared.errors import (
     DiptychError,
     EncodeFailed,
@@ -54,7 +54,7 @@ class Replica(Generic[Info]):
     outstanding   requests of this gateway that it works on
     ready_since   when a probe found it ready after it had not been
     number        its name for people, 1, 2, …: addresses are nothing for clients to see
-    room          whether it would queue another request
+    queue         when it would queue another request
     door          where requests wait to be taken or refused, a few at a time
     problem       why it is not used although it runs, for people; "": nothing of the kind
     reason        what the last probe found that was not ready; "" if it was
@@ -72,7 +72,7 @@ class Replica(Generic[Info]):
     number: int = 1
     problem: str = ""
     reason: str = ""
-    room: Room = field(default_factory=Room)
+    queue: QueueForecast = field(default_factory=QueueForecast)
     door: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_THE_DOOR))
 
     @contextmanager
@@ -106,7 +106,11 @@ class Replica(Generic[Info]):
 
 
 class Pool(Generic[Info]):
-    """The replicas of one service."""
+    """The replicas of one service.
+
+    num_waiting   requests that wait for a first replica
+    num_shed      refusals by replicas that were foreseen, and not asked for
+    """
 
     def __init__(
         self, clock: Callable[[], float], rng: random.Random, *, by_turns: bool = False, wait_s: float = 0.0
@@ -120,6 +124,7 @@ class Pool(Generic[Info]):
         self._wait_s = wait_s
         self._turned_ready = asyncio.Event()
         self.num_waiting = 0
+        self.num_shed = 0
         self._turns = itertools.count() if by_turns else None
         self._replicas: dict[str, Replica[Info]] = {}
 
@@ -135,7 +140,7 @@ class Pool(Generic[Info]):
         self._replicas = {url: known.get(url) or Replica(url, number=next(free)) for url in wanted}
 
     def available(
-        self, avoid: Collection[Replica[Info]] = (), suits: Callable[[Info], bool] = lambda _: True
+        self, excluded: Collection[Replica[Info]] = (), suits: Callable[[Info], bool] = lambda _: True
     ) -> list[Replica[Info]]:
         """Ready, publishing something that `suits`, and not ejected.
 
@@ -144,7 +149,7 @@ class Pool(Generic[Info]):
         ready = [
             replica
             for replica in self._replicas.values()
-            if replica.ready and replica not in avoid and replica.info is not None and suits(replica.info)
+            if replica.ready and replica not in excluded and replica.info is not None and suits(replica.info)
         ]
         now = self._clock()
         return [replica for replica in ready if replica.ejected_until <= now] or ready
@@ -185,17 +190,27 @@ class Pool(Generic[Info]):
         warmest = max(warmth.values())
         return {replica: (replica.outstanding + 1) * warmest / warmth[replica] for replica in candidates}
 
-    def told_room(self, replica: Replica[Info], priority: int, room_in_s: float) -> None:
+    def told_queue(self, replica: Replica[Info], priority: int, opens_in_s: float) -> None:
         """`replica` would queue another request of this priority after so many seconds."""
-        replica.room.told(priority, room_in_s, self._clock())
+        replica.queue.told(priority, opens_in_s, self._clock())
 
-    def with_room(self, candidates: list[Replica[Info]], priority: int) -> list[Replica[Info]]:
-        return [replica for replica in candidates if not self.room_in_s([replica], priority)]
+    def with_open_queue(self, candidates: list[Replica[Info]], priority: int) -> list[Replica[Info]]:
+        return [replica for replica in candidates if not self.queue_opens_in_s([replica], priority)]
 
-    def room_in_s(self, candidates: list[Replica[Info]], priority: int) -> float:
-        """When the first of them has room; 0: now, or nothing to the contrary is known."""
+    def queue_opens_in_s(self, candidates: list[Replica[Info]], priority: int) -> float:
+        """When the first of them would queue another request; 0: now, or nothing to the contrary is known."""
         now = self._clock()
-        return min((replica.room.opens_in_s(priority, now) for replica in candidates), default=0.0)
+        return min((replica.queue.opens_in_s(priority, now) for replica in candidates), default=0.0)
+
+    def check_queues(self, candidates: list[Replica[Info]], priority: int) -> None:
+        """Raises SaidBefore if all of them have said that they would refuse a request of this priority."""
+        opens_in_s = self.queue_opens_in_s(candidates, priority)
+        if opens_in_s:
+            self.num_shed += 1
+            raise SaidBefore(
+                f"the queue of every text engine is as long as it may be; there is room in about {opens_in_s:.1f} s",
+                retry_after_s=opens_in_s,
+            )
 
     def note(self, replica: Replica[Info], error: BaseException | None) -> None:
         """How work at `replica` ended; a request refused for its own sake speaks for the replica, not against it."""

@@ -16,7 +16,8 @@ from services.gateway.balancer import Pool, Replica
 from services.gateway.body import read_json
 from services.gateway.engine_admin import EngineNumber, ask_engines
 from services.gateway.lifecycle import Lifecycle
-from shared.wire import ModelInfo, SleepRequest
+from shared.wire.engine import ModelInfo
+from shared.wire.engine_admin import SleepRequest
 
 MAX_BODY_BYTES: Final = 4096
 

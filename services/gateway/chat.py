@@ -15,9 +15,10 @@ from typing import Any
 from services.gateway.admission import Admission
 from services.gateway.answers import Choice, usage_of
 from services.gateway.auth import ANONYMOUS
+from services.gateway.balancer import Replica
 from services.gateway.cache_salts import CacheSalts
 from services.gateway.constraints import ToolPlan, constraint_of
-from services.gateway.generation import Generation, Generator
+from services.gateway.generation import AnswerCut, Generation, Generator
 from services.gateway.images import ImageLoader, LoadedImage
 from services.gateway.messages import affinity_parts, check_contents, image_sources, to_wire
 from services.gateway.prompt_tokens import prompt_logprobs_body
@@ -28,10 +29,9 @@ from services.gateway.timeline import GATEWAY, Timeline
 from services.gateway.tool_calls import NumberedCall, ToolReader
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
-from services.gateway.whole_answers import Avoid, read_whole
 from shared.errors import ContextTooLong, EmbeddingNotFound, EncodeFailed, UnsupportedFeature
 from shared.hashing import digest
-from shared.wire import Finished, GenerateRequest, Tokens
+from shared.wire.engine import Finished, GenerateRequest, ModelInfo, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,19 @@ class Chat:
 
     async def complete(self, body: ChatRequest, trace: Trace) -> dict[str, Any]:
         """The whole answer as one body; an engine that breaks over it is replaced once, even in the middle."""
-        return await read_whole(
-            lambda avoid: self.start(body, trace, avoid=avoid), lambda chat: self._read_whole(chat, body, trace)
-        )
+        try:
+            return await self._answer(body, trace)
+        except AnswerCut as cut:  # nobody has seen anything of it
+            return await self.avoiding(cut.replica)._answer(body, trace)
 
-    async def _read_whole(self, chat: RunningChat, body: ChatRequest, trace: Trace) -> dict[str, Any]:
+    def avoiding(self, engine: Replica[ModelInfo]) -> Chat:
+        """The same, that asks this engine only if there is no other."""
+        generator = self._generator.avoiding(engine)
+        return Chat(generator, self._vision, self._loader, self._salts, max_image_bytes=self._max_image_bytes)
+
+    async def _answer(self, body: ChatRequest, trace: Trace) -> dict[str, Any]:
         """Raises AnswerCut if the engine breaks over it."""
+        chat = await self.start(body, trace)
         choices = [Choice() for _ in range(body.n)]
         usage: dict[str, Any] = {}
         prompt_logprobs: list[dict[str, Any] | None] = []
@@ -138,15 +145,12 @@ class Chat:
 
     # --- the story --------------------------------------------------------------------------------------------------
 
-    async def start(self, body: ChatRequest, trace: Trace, *, avoid: Avoid = None) -> RunningChat:
-        """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way.
-
-        avoid   an engine that is asked only if there is no other
-        """
+    async def start(self, body: ChatRequest, trace: Trace) -> RunningChat:
+        """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way."""
         trace.timeline.hides_origins = self._salts.by_key
         trace.timeline.add("receive", trace.started_at, time.perf_counter(), GATEWAY)
         trace.model = model = self._generator.model(body.model)
-        self._generator.check_room(model, body.priority)
+        self._generator.check_queues(model, body.priority)
         plan = ToolPlan.of(body, self._generator.tool_format(model))
         form = self._generator.reasoning_format(model)
         sampling = wire_sampling(plan.applied_to(body.sampling(), constraint_of(body)))
@@ -154,10 +158,10 @@ class Chat:
         images = await self.load(body.messages, model, trace)
         question = Question(f"chatcmpl-{uuid.uuid4().hex}", body, model, sampling, tools, images)
         try:
-            generation, admission = await self._ask(question, trace, fresh=False, avoid=avoid)
+            generation, admission = await self._ask(question, trace, fresh=False)
         except EmbeddingNotFound:
             try:
-                generation, admission = await self._ask(question, trace, fresh=True, avoid=avoid)
+                generation, admission = await self._ask(question, trace, fresh=True)
             except EmbeddingNotFound as error:
                 # To the client this is no 404: it did nothing wrong and cannot do anything about it.
                 raise EncodeFailed(f"encoding failed twice: {error.message}", param=error.param) from error
@@ -166,9 +170,7 @@ class Chat:
         reasoning = None if form is None else ReasoningReader(form, is_open=is_open)
         return RunningChat(question.id, int(time.time()), model, generation, admission, reasoning, plan.reader())
 
-    async def _ask(
-        self, question: Question, trace: Trace, *, fresh: bool, avoid: Avoid
-    ) -> tuple[Generation, Admission]:
+    async def _ask(self, question: Question, trace: Trace, *, fresh: bool) -> tuple[Generation, Admission]:
         """Admit the images and ask an engine at once: encoding them and prefilling the text before them overlap."""
         body = question.body
         admission = await self.admit(question.images, trace, fresh=fresh)
@@ -184,7 +186,7 @@ class Chat:
         affinity = digest(request.cache_salt.encode(), *affinity_parts(request.messages or ()))
         try:
             opening = self._generator.open(
-                request, model=question.model, affinity=affinity, request_id=trace.request_id, avoid=avoid
+                request, model=question.model, affinity=affinity, request_id=trace.request_id
             )
             with _named_as_given(body):
                 return await admission.guard(opening), admission

@@ -14,15 +14,14 @@ from typing import Any
 from services.gateway.answers import Choice, usage_of
 from services.gateway.cache_salts import CacheSalts
 from services.gateway.constraints import constraint_of
-from services.gateway.generation import Generation, Generator
+from services.gateway.generation import AnswerCut, Generation, Generator
 from services.gateway.prompt_tokens import Echo, PromptScores, ScoreLimit, completion_choice
 from services.gateway.schema import CompletionRequest, Prompt, wire_sampling
 from services.gateway.streaming import DONE, AnswerStream, ChunkTail, CompletionChunks
 from services.gateway.trace import Trace
-from services.gateway.whole_answers import Avoid, read_whole
 from shared.errors import InvalidRequest
 from shared.hashing import digest
-from shared.wire import Finished, GenerateRequest, Tokens
+from shared.wire.engine import Finished, GenerateRequest, Tokens
 
 Running = tuple[str, str, list[Generation]]  # the answer's id, the model, and what answers each prompt
 MAX_PROMPTS = 256
@@ -37,13 +36,14 @@ class Completions:
 
     async def complete(self, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
         """All answers as one body; as in a chat, an engine that breaks over one is replaced once."""
-        return await read_whole(
-            lambda avoid: self._start(body, trace, avoid=avoid), lambda running: self._read_whole(running, body, trace)
-        )
+        try:
+            return await self._answer(body, trace)
+        except AnswerCut as cut:
+            return await Completions(self._generator.avoiding(cut.replica), self._salts)._answer(body, trace)
 
-    async def _read_whole(self, running: Running, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
+    async def _answer(self, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
         """Raises AnswerCut if an engine breaks over it."""
-        completion_id, model, generations = running
+        completion_id, model, generations = await self._start(body, trace)
         choices = [Choice() for _ in range(body.n * len(generations))]
         scores = [PromptScores(body) for _ in generations]
         finished: list[Finished] = []
@@ -103,9 +103,9 @@ class Completions:
 
         return AnswerStream(frames(), close)
 
-    async def _start(self, body: CompletionRequest, trace: Trace, *, avoid: Avoid = None) -> Running:
+    async def _start(self, body: CompletionRequest, trace: Trace) -> Running:
         trace.model = model = self._generator.model(body.model)
-        self._generator.check_room(model, body.priority)
+        self._generator.check_queues(model, body.priority)
         if len(body.prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"there are {len(body.prompt)} prompts; at most {MAX_PROMPTS}", param="prompt")
         salt = self._salts.salt(body.cache_salt, trace.key_name)
@@ -127,7 +127,6 @@ class Completions:
                 affinity=_affinity(salt, prompt),
                 request_id=trace.request_id,
                 on_started=partial(limit.add, index),
-                avoid=avoid,
             )
             for index, prompt in enumerate(body.prompt)
         ]

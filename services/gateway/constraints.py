@@ -14,7 +14,7 @@ from services.gateway.schema import ChatRequest, GenerationBody
 from services.gateway.tool_calls import ToolReader, calls_grammar
 from shared.errors import InvalidRequest
 from shared.sampling import Constraint, SamplingParams
-from shared.wire import ToolFormat
+from shared.wire.engine import ToolFormat
 
 _JSON_KINDS = frozenset({"json_object", "json_schema"})
 

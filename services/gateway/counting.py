@@ -12,7 +12,8 @@ from services.gateway.schema import TokenizeBody, template_kwargs, wire_tools
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
 from shared.errors import InvalidRequest, UnsupportedFeature
-from shared.wire import ChatMessage, ImagePart, ImageRef, TokenizeRequest, TokenizeResponse
+from shared.wire.engine import ChatMessage, ImagePart, TokenizeRequest, TokenizeResponse
+from shared.wire.images import ImageRef
 
 
 class Counting:

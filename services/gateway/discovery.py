@@ -16,7 +16,7 @@ from services.gateway.config import BY_NAME
 from shared.errors import ClientCertificateRequired
 from shared.log import get_logger
 from shared.peer_names import PeerNames, explain_tls
-from shared.wire import SCHEMA_VERSION, Spoken
+from shared.wire.common import SCHEMA_VERSION, Spoken
 
 log = get_logger(__name__)
 PublishedInfo = TypeVar("PublishedInfo", bound=BaseModel)

@@ -21,7 +21,8 @@ from services.gateway.balancer import (
     without_latest_failure,
 )
 from shared.errors import DiptychError, NotReady, UpstreamFailed
-from shared.wire import Admitted, Detail, Encoded, EncoderInfo, ImageRef
+from shared.wire.encoder import Admitted, Encoded, EncoderInfo
+from shared.wire.images import Detail, ImageRef
 
 RETRY_AFTER_S = 2.0
 
@@ -152,7 +153,7 @@ class Encodes:
 
         def choose(tried: list[Replica[EncoderInfo]], _failure: DiptychError) -> Replica[EncoderInfo] | None:
             # Once admitted the image has been promised by that replica: its failure is told, not tried again.
-            return None if encoding.admitted.done() else self._choose(job, avoid=tried)
+            return None if encoding.admitted.done() else self._choose(job, tried)
 
         async def work(replica: Replica[EncoderInfo], _num_tries: int) -> None:
             await self._run_on(replica, job, encoding)
@@ -174,6 +175,7 @@ class Encodes:
             async with aclosing(events):
                 async for event in events:
                     self._follow(event, replica.url, encoding)
+        self._pool.note(replica, None)
 
     def _follow(self, event: Admitted | Encoded, url: str, encoding: Encoding) -> None:
         if isinstance(event, Admitted):
@@ -184,8 +186,8 @@ class Encodes:
             self._on_encoded(encoding.admitted.result())
             encoding.finish(event)
 
-    def _choose(self, job: EncodeJob, avoid: list[Replica[EncoderInfo]]) -> Replica[EncoderInfo] | None:
-        candidates = self._pool.available(avoid, job.suits)
+    def _choose(self, job: EncodeJob, tried: list[Replica[EncoderInfo]]) -> Replica[EncoderInfo] | None:
+        candidates = self._pool.available(tried, job.suits)
         if job.again:
             candidates = without_latest_failure(candidates)
         return by_rendezvous(candidates, bytes.fromhex(job.key))

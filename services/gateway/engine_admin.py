@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from services.gateway.balancer import Pool, Replica
 from shared.errors import DiptychError, NotFound
-from shared.wire import ModelInfo
+from shared.wire.engine import ModelInfo
 
 EngineNumber = Annotated[int | None, Query(ge=1, le=10**6)]
 

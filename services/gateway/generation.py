@@ -15,10 +15,10 @@ from functools import partial
 
 from services.gateway.attempts import Result, on_a_replica
 from services.gateway.backends import EngineClient
-from services.gateway.balancer import Pool, Replica, SaidBefore, is_replica_fault
+from services.gateway.balancer import Pool, Replica, is_replica_fault
 from shared.errors import DiptychError, ModelNotFound, NotReady, UpstreamFailed
 from shared.reasoning import ReasoningFormat
-from shared.wire import (
+from shared.wire.engine import (
     AdapterInfo,
     Finished,
     GenerateRequest,
@@ -112,12 +112,17 @@ class ServedModel:
 
 
 class Generator:
-    """num_shed   refusals by engines that were foreseen, and not asked for"""
+    """avoided   an engine that is asked only if there is no other"""
 
-    def __init__(self, pool: Pool[ModelInfo], client: EngineClient) -> None:
+    def __init__(
+        self, pool: Pool[ModelInfo], client: EngineClient, *, avoided: Replica[ModelInfo] | None = None
+    ) -> None:
         self._pool = pool
         self._client = client
-        self.num_shed = 0
+        self._avoided = avoided
+
+    def avoiding(self, replica: Replica[ModelInfo]) -> Generator:
+        return Generator(self._pool, self._client, avoided=replica)
 
     def models(self) -> list[ServedModel]:
         """Every model that an engine serves or has served, ready or not, each once: adapters after what they adapt."""
@@ -168,14 +173,12 @@ class Generator:
         affinity: bytes,
         request_id: str,
         on_started: Callable[[Started], None] = lambda _: None,
-        avoid: Replica[ModelInfo] | None = None,
     ) -> Generation:
         """A generation with its first token. Raises whatever the last engine refused it with.
 
         An engine that takes nothing (leaving, full) is passed over; one that breaks is replaced once.
 
         on_started   hears of the prompt before anything of the answer is read; what it raises ends the request
-        avoid        an engine that is asked only if there is no other
         """
 
         async def work(replica: Replica[ModelInfo], num_tries: int) -> Generation:
@@ -185,26 +188,19 @@ class Generator:
             asked = request.model_copy(update={"request_id": attempt, "adapter": adapter})
             return await self._open_on(replica, asked, request_id, on_started)
 
-        return await self._on_an_engine(model, affinity, work, priority=request.priority, avoid=avoid, is_all=False)
+        return await self._on_an_engine(model, affinity, work, priority=request.priority)
 
-    def check_room(self, model: str, priority: int) -> None:
+    def check_queues(self, model: str, priority: int) -> None:
         """Raises Overloaded if all engines have said that they would refuse it: to be asked before anything is spent
         on a request, its pictures above all."""
-        self._check_room(self._engines(model), priority)
-
-    def _check_room(self, engines: list[Replica[ModelInfo]], priority: int) -> None:
-        room_in_s = self._pool.room_in_s(engines, priority)
-        if room_in_s:
-            self.num_shed += 1
-            raise SaidBefore(
-                f"the queue of every text engine is as long as it may be; there is room in about {room_in_s:.1f} s",
-                retry_after_s=room_in_s,
-            )
+        self._pool.check_queues(self._engines(model), priority)
 
     async def tokenize(self, request: TokenizeRequest, *, model: str) -> TokenizeResponse:
         async def work(replica: Replica[ModelInfo], _num_tries: int) -> TokenizeResponse:
             with replica.lease():
-                return await self._client.tokenize(replica.url, request)
+                answer = await self._client.tokenize(replica.url, request)
+            self._pool.note(replica, None)
+            return answer
 
         return await self._on_an_engine(model, b"", work)
 
@@ -215,22 +211,20 @@ class Generator:
         work: Callable[[Replica[ModelInfo], int], Awaitable[Result]],
         *,
         priority: int | None = None,
-        avoid: Replica[ModelInfo] | None = None,
-        is_all: bool = True,
     ) -> Result:
         """priority   None: it waits in no queue"""
 
         def choose(tried: list[Replica[ModelInfo]], failure: DiptychError) -> Replica[ModelInfo] | None:
             others = self._engines(model, tried)
-            others = [each for each in others if each is not avoid] or others
+            others = [each for each in others if each is not self._avoided] or others
             if priority is not None:
                 if not tried:
-                    self.check_room(model, priority)
-                others = self._pool.with_room(others, priority)
+                    self.check_queues(model, priority)
+                others = self._pool.with_open_queue(others, priority)
             return self._pool.least_loaded(others, affinity) or self._again(tried, failure)
 
         nobody = NotReady(f"no text engine that serves {model!r} is ready", retry_after_s=RETRY_AFTER_S)
-        return await on_a_replica(self._pool, choose, work, nobody=nobody, is_all=is_all)
+        return await on_a_replica(self._pool, choose, work, nobody=nobody)
 
     def _engines(self, model: str, tried: Sequence[Replica[ModelInfo]] = ()) -> list[Replica[ModelInfo]]:
         return self._pool.available(tried, lambda info: info.serves(model))
@@ -244,7 +238,7 @@ class Generator:
     async def _door(self, replica: Replica[ModelInfo], priority: int) -> AsyncIterator[None]:
         """What the engine says of its queue to the first of a crowd, the others hear before they ask, too."""
         async with replica.door:
-            self._check_room([replica], priority)
+            self._pool.check_queues([replica], priority)
             yield
 
     async def _open_on(
@@ -263,7 +257,7 @@ class Generator:
                 request,
                 request_id,
                 door=self._door(replica, request.priority),
-                on_room=partial(self._pool.told_room, replica, request.priority),
+                on_queue=partial(self._pool.told_queue, replica, request.priority),
             )
             events = await stack.enter_async_context(generating)
             started = await anext(events)

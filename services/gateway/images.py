@@ -19,7 +19,7 @@ from services.gateway.data_urls import decode_data_url, decode_embedding, decode
 from services.gateway.fetch import ImageFetcher
 from services.gateway.file_store import FILE_ID_PREFIX, FileStore
 from shared.errors import DiptychError, FileQuotaExceeded, ImageTooLarge, InvalidImageUrl, InvalidRequest
-from shared.wire import RequestedDetail
+from shared.wire.images import RequestedDetail
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _WANTED = "give a data: URL (data:image/png;base64,...), an http(s) URL or the id of an uploaded file"

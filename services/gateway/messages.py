@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from services.gateway.images import EmbeddingSource, ImageSource, Source
 from services.gateway.schema import EmbeddingContent, ImageContent, Message, Part, RefusalContent, Refused, TextContent
-from shared import wire
 from shared.errors import InvalidRequest, UnsupportedFeature
-from shared.wire import ImageRef
+from shared.wire import engine as wire
+from shared.wire.images import ImageRef
 
 # Roles whose message may have no content: an assistant that only called tools, a tool that returned nothing.
 _MAY_BE_EMPTY = frozenset({"assistant", "tool"})

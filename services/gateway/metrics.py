@@ -1,7 +1,7 @@
 """What the gateway counts: requests by route and outcome, times per stage, where images came from, replicas' health.
 
-Labels are bounded: routes are templates, outcomes are codes of the error tree, stages are `shared.wire.Stage`, keys
-are the names in the settings.
+Labels are bounded: routes are templates, outcomes are codes of the error tree, stages are `shared.wire.common.Stage`,
+keys are the names in the settings.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.gateway.balancer import Pool
-from services.gateway.generation import Generator
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
 from shared.metrics import PREFIX, STAGE_BUCKETS, RecentTimes
-from shared.wire import EncoderInfo, ModelInfo
+from shared.wire.encoder import EncoderInfo
+from shared.wire.engine import ModelInfo
 
 _NAME = f"{PREFIX}gateway_"
 
@@ -99,10 +99,8 @@ class StateCollector:
         engines: Pool[ModelInfo],
         encoders: Pool[EncoderInfo],
         vision: Vision,
-        generator: Generator,
     ) -> None:
         self._lifecycle = lifecycle
-        self._generator = generator
         self._engines = engines
         self._encoders = encoders
         self._vision = vision
@@ -122,16 +120,16 @@ class StateCollector:
         yield CounterMetricFamily(
             f"{_NAME}requests_shed",
             "Refusals that were foreseen: the text engine had said that its queue is full, and was not asked again.",
-            value=self._generator.num_shed,
+            value=self._engines.num_shed,
         )
-        room = GaugeMetricFamily(
+        queue_opens = GaugeMetricFamily(
             f"{_NAME}replica_room_in_seconds",
             "Until a text engine would queue a request of priority 0, as it said last; 0: at once.",
             labels=["replica"],
         )
         for engine in self._engines.replicas:
-            room.add_metric([engine.url], self._engines.room_in_s([engine], 0))
-        yield room
+            queue_opens.add_metric([engine.url], self._engines.queue_opens_in_s([engine], 0))
+        yield queue_opens
         ready = GaugeMetricFamily(f"{_NAME}replica_ready", "1 if ready.", labels=["service", "replica"])
         outstanding = GaugeMetricFamily(
             f"{_NAME}replica_outstanding", "Requests of this gateway at a replica.", labels=["service", "replica"]

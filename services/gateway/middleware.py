@@ -21,7 +21,7 @@ from shared.http_errors import error_response
 from shared.log import get_logger
 from shared.request_id import Responder, logged_as, request_id_of
 from shared.tracing import RequestSpan, current_span
-from shared.wire import StageSpan
+from shared.wire.common import StageSpan
 
 log = get_logger(__name__)
 _API = "/v1/"

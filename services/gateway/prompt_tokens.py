@@ -11,7 +11,7 @@ from services.gateway.answers import Choice
 from services.gateway.schema import CompletionRequest
 from services.gateway.streaming import completion_logprobs
 from shared.sampling import SamplingParams
-from shared.wire import PromptToken, Started, Tokens
+from shared.wire.engine import PromptToken, Started, Tokens
 
 
 def prompt_logprobs_body(tokens: Sequence[PromptToken], num_top: int) -> list[dict[str, Any] | None]:

@@ -9,7 +9,7 @@ from functools import partial
 
 from shared.reasoning import REASONING_MARKS, ReasoningFormat
 from shared.text import num_beginning
-from shared.wire import Tokens
+from shared.wire.engine import Tokens
 
 
 class ReasoningParser:

@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from services.gateway.chat import Chat, RunningChat
+from services.gateway.generation import AnswerCut
 from services.gateway.responses_chat import in_the_clients_words, to_chat
 from services.gateway.responses_events import ResponseEvents
 from services.gateway.responses_output import Output
 from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.streaming import AnswerStream
 from services.gateway.trace import Trace
-from services.gateway.whole_answers import Avoid, read_whole
-from shared.wire import Finished
+from shared.wire.engine import Finished
 
 
 class Responses:
@@ -25,11 +25,14 @@ class Responses:
 
     async def complete(self, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
         """The whole answer as one body; as in a chat, an engine that breaks over it is replaced once."""
-        return await read_whole(
-            lambda avoid: self._start(body, trace, avoid=avoid), lambda chat: self._read_whole(chat, body, trace)
-        )
+        try:
+            return await self._answer(body, trace)
+        except AnswerCut as cut:
+            return await Responses(self._chat.avoiding(cut.replica))._answer(body, trace)
 
-    async def _read_whole(self, chat: RunningChat, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
+    async def _answer(self, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
+        """Raises AnswerCut if the engine breaks over it."""
+        chat = await self._start(body, trace)
         output = Output(body, chat)
         usage: dict[str, Any] = {}
         is_answered = False
@@ -65,7 +68,7 @@ class Responses:
 
         return AnswerStream(frames(), close, error_frame=events.failure)
 
-    async def _start(self, body: ResponsesRequest, trace: Trace, *, avoid: Avoid = None) -> RunningChat:
+    async def _start(self, body: ResponsesRequest, trace: Trace) -> RunningChat:
         request, paths = to_chat(body)
         with in_the_clients_words(paths):
-            return await self._chat.start(request, trace, avoid=avoid)
+            return await self._chat.start(request, trace)

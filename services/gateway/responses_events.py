@@ -12,7 +12,7 @@ import orjson
 from services.gateway.responses_output import CallItem, Item, MessageItem, Output, TextItem, output_logprobs
 from services.gateway.tool_calls import NumberedCall
 from shared.errors import DiptychError
-from shared.wire import Tokens
+from shared.wire.engine import Tokens
 
 
 class ResponseEvents:

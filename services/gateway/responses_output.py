@@ -10,7 +10,7 @@ from services.gateway.chat import RunningChat
 from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.streaming import chat_logprobs
 from services.gateway.tool_calls import NumberedCall
-from shared.wire import TokenLogprob, Tokens
+from shared.wire.engine import TokenLogprob, Tokens
 
 
 class MessageItem:

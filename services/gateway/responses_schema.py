@@ -33,7 +33,7 @@ from services.gateway.schema import (
     refuse_unsupported,
     text_is_one_part,
 )
-from shared.wire import RequestedDetail
+from shared.wire.images import RequestedDetail
 
 LOGPROBS: Final = "message.output_text.logprobs"
 

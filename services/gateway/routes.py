@@ -30,7 +30,8 @@ from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.schema import ChatRequest, CompletionRequest, TokenizeBody
 from services.gateway.streaming import AnswerStream, SseResponse
 from shared.metrics import metrics_response
-from shared.wire import EncoderInfo, ModelInfo
+from shared.wire.encoder import EncoderInfo
+from shared.wire.engine import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from services.gateway.cut_urls import Url
 from services.gateway.output_schema import ResponseFormat, SchemaOrText, StructuredOutputs, Tool, ToolChoice, Tools
 from shared.errors import InvalidRequest, UnsupportedFeature
 from shared.sampling import SamplingParams
-from shared.wire import ImageSize, RequestedDetail
+from shared.wire.encoder import ImageSize
+from shared.wire.images import RequestedDetail
 
 MAX_SIZES = 1024
 MAX_MESSAGES = 10_000  # in a conversation: more than any context holds, and each costs a tenth of a millisecond

@@ -27,7 +27,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.vision import Vision
 from shared.embedding_cache import EmbeddingCache
 from shared.state import EncoderState, EngineState
-from shared.wire import EncoderInfo, ModelInfo, WireModel
+from shared.wire.common import WireModel
+from shared.wire.encoder import EncoderInfo
+from shared.wire.engine import ModelInfo
 
 STATE_TIMEOUT_S: Final = 1.0
 MAX_STATE_BYTES: Final = 1 << 20

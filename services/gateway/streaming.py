@@ -19,7 +19,7 @@ from services.gateway.tool_calls import NumberedCall
 from services.gateway.trace import Trace
 from shared.errors import DiptychError, RequestAborted
 from shared.log import get_logger
-from shared.wire import PromptToken, TokenLogprob, Tokens
+from shared.wire.engine import PromptToken, TokenLogprob, Tokens
 
 log = get_logger(__name__)
 DONE: Final = b"data: [DONE]\n\n"

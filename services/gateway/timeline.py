@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from shared.wire import StageSpan
+from shared.wire.common import StageSpan
 
 # A timeline is for looking at: a request with hundreds of prompts or pictures is cut, not its answer.
 MAX_SPANS: Final = 256

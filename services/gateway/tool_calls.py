@@ -22,7 +22,7 @@ from services.gateway.base_schema import JsonObject
 from services.gateway.json_schema import closed
 from services.gateway.output_schema import ToolFunction
 from shared.text import num_beginning
-from shared.wire import Tokens, ToolFormat
+from shared.wire.engine import Tokens, ToolFormat
 
 MAX_FALSE_OPENINGS = 16  # each is read to its end once more: a model that repeats one must not make that quadratic
 MAX_FORCED_CALLS = 16  # a model that was never taught tools would go on for ever

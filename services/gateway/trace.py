@@ -15,7 +15,7 @@ SERVER_FAULT = 500
 
 @dataclass(slots=True)
 class Trace:
-    """Filled in along the way. `stages` maps a stage of `shared.wire.Stage` to seconds.
+    """Filled in along the way. `stages` maps a stage of `shared.wire.common.Stage` to seconds.
 
     key_name   of the API key that it counts for; None until it is known
     is_in      its key's limits let it in, so that it takes a place until it ends

@@ -20,15 +20,8 @@ from services.gateway.images import LoadedImage, at_part
 from services.gateway.trace import Trace
 from shared.errors import DiptychError, UnsupportedFeature
 from shared.hashing import embedding_key, image_key, off_loop
-from shared.wire import (
-    EMBEDDINGS_REFUSED,
-    DescribeRequest,
-    DescribeResponse,
-    EncoderInfo,
-    ImageMetadata,
-    ImageRef,
-    ImageSize,
-)
+from shared.wire.encoder import EMBEDDINGS_REFUSED, DescribeRequest, DescribeResponse, EncoderInfo, ImageSize
+from shared.wire.images import ImageMetadata, ImageRef
 
 NO_IMAGE = "0" * 64  # the key of pictures of which only the size is known
 
@@ -111,7 +104,9 @@ class Vision:
             return min(others, key=lambda each: each.outstanding, default=None)
 
         async def work(replica: Replica[EncoderInfo], _num_tries: int) -> DescribeResponse:
-            return await self._client.describe(replica.url, DescribeRequest(images=sizes))
+            answer = await self._client.describe(replica.url, DescribeRequest(images=sizes))
+            self._pool.note(replica, None)
+            return answer
 
         answer = await on_a_replica(self._pool, choose, work, nobody=no_encoder())
         return [ImageRef.of(metadata, image_key=NO_IMAGE) for metadata in answer.images]

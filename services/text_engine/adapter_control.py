@@ -14,7 +14,7 @@ from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.lora.adapter_files import AdapterError, read_adapter
 from shared.errors import InvalidRequest, NotFound, UnsupportedFeature
 from shared.log import get_logger
-from shared.wire import LoadAdapterRequest
+from shared.wire.engine_admin import LoadAdapterRequest
 
 log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from services.text_engine.models.lora.adapter_files import AdapterFiles, AdapterIdentity
 from shared.errors import InvalidRequest, ModelNotFound, Overloaded
-from shared.wire import AdapterInfo
+from shared.wire.engine import AdapterInfo
 
 
 class AdapterWeights(Protocol):

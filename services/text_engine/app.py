@@ -26,20 +26,16 @@ from shared.metrics import metrics_response
 from shared.panel import give_up, panel_app, serve_panel
 from shared.state import EngineState
 from shared.tls import Tls
-from shared.wire import (
-    NDJSON,
-    ROOM_HEADER,
+from shared.wire.common import NDJSON
+from shared.wire.engine import (
+    QUEUE_OPENS_HEADER,
     AbortRequest,
-    CacheState,
-    GenerateEvent,
     GenerateRequest,
-    LoadAdapterRequest,
     ModelInfo,
-    SleepRequest,
     TokenizeRequest,
     TokenizeResponse,
-    UnloadAdapterRequest,
 )
+from shared.wire.engine_admin import CacheState, LoadAdapterRequest, SleepRequest, UnloadAdapterRequest
 
 log = get_logger(__name__)
 _ENGINE_DIED = "the engine cannot go on; the log says why"
@@ -74,21 +70,21 @@ def run(settings: TextEngineSettings) -> None:
 
 
 class _EventStream(Response):
-    """NDJSON, one event a line. The events' source is closed however the response ends, so that an abort is sure.
+    """NDJSON, lines as they come. Their source is closed however the response ends, so that an abort is sure.
 
     Sends by itself: Starlette's streaming response costs several times as much a token.
     """
 
     media_type = NDJSON
 
-    def __init__(self, first: GenerateEvent, rest: AsyncGenerator[GenerateEvent], headers: dict[str, str]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], headers: dict[str, str]) -> None:
         self._first = first
         self._rest = rest
         super().__init__(headers=headers)
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send_events(send))
+        sending = asyncio.create_task(self._send_lines(send))
         leaving = asyncio.create_task(until_disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,20 +96,16 @@ class _EventStream(Response):
             await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._rest.aclose()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_lines(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": _line(self._first), "more_body": True})
-        async for event in self._rest:
-            await send({"type": "http.response.body", "body": _line(event), "more_body": True})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for lines in self._rest:
+            await send({"type": "http.response.body", "body": lines, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _room(service: TextEngineService, body: GenerateRequest) -> dict[str, str]:
-    return {ROOM_HEADER: f"{service.room_in_s(body.priority):.4g}"}
-
-
-def _line(event: GenerateEvent) -> bytes:
-    return event.model_dump_json(exclude_none=True).encode() + b"\n"
+def _queue_header(service: TextEngineService, body: GenerateRequest) -> dict[str, str]:
+    return {QUEUE_OPENS_HEADER: f"{service.queue_opens_in_s(body.priority):.4g}"}
 
 
 async def _service(request: Request) -> TextEngineService:
@@ -128,14 +120,14 @@ Service = Annotated[TextEngineService, Depends(_service)]
 def _add_routes(app: FastAPI) -> None:
     @app.post("/v1/generate")
     async def generate(body: GenerateRequest, service: Service) -> Response:
-        events = service.generate(body)
+        lines = service.generate(body)
         try:
-            first = await anext(events)  # what is wrong with the request is an HTTP error, not an event
+            first = await anext(lines)  # what is wrong with the request is an HTTP error, not an event
         except Overloaded as error:
             refusal = error_response(error)
-            refusal.headers.update(_room(service, body))
+            refusal.headers.update(_queue_header(service, body))
             return refusal
-        return _EventStream(first, events, _room(service, body))
+        return _EventStream(first, lines, _queue_header(service, body))
 
     @app.post("/v1/abort")
     async def abort(body: AbortRequest, service: Service) -> Response:

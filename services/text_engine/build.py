@@ -21,9 +21,10 @@ from services.text_engine.core.queue_limit import QueueLimit
 from services.text_engine.core.scheduler import Scheduler
 from services.text_engine.drafting import check_vocabulary, make_draft_runner, make_drafter
 from services.text_engine.embedding_store import EmbeddingStore
-from services.text_engine.engine import Engine, EngineRequest, RequestFailed
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineRequest, RequestFailed
 from services.text_engine.models.config import ModelConfig
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.preflight import check_settings
 from services.text_engine.prompt import PromptBuilder
 from services.text_engine.runner.device_sampling import MAX_VOCAB_SIZE
@@ -40,7 +41,8 @@ from shared.reasoning import REASONING_MARKS, ReasoningFormat
 from shared.resources import available_cores
 from shared.sampling import SamplingParams
 from shared.torch_io import dtype_name
-from shared.wire import ImageRef, ModelInfo, ToolFormat
+from shared.wire.engine import ModelInfo, ToolFormat
+from shared.wire.images import ImageRef
 
 log = get_logger(__name__)
 

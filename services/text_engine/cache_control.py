@@ -14,7 +14,7 @@ from services.text_engine.engine import Engine
 from services.text_engine.engine_thread import EngineThread, in_engine
 from shared.errors import Overloaded
 from shared.log import get_logger
-from shared.wire import CacheState
+from shared.wire.engine_admin import CacheState
 
 log = get_logger(__name__)
 EndRequests = Callable[[], Awaitable[None]]

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequest
 from shared.log import get_logger
 from shared.reasoning import REASONING_MARKS, ReasoningFormat
-from shared.wire import ToolFormat
+from shared.wire.engine import ToolFormat
 
 log = get_logger(__name__)
 

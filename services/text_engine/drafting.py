@@ -6,9 +6,10 @@ from collections.abc import Sequence as AbstractSequence
 
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.block_manager import BlockManager
-from services.text_engine.core.draft_model import DraftModelDrafter
-from services.text_engine.core.scheduler import Drafter
-from services.text_engine.core.speculation import PromptLookupDrafter, StepCosts
+from services.text_engine.core.speculation.draft_model import DraftModelDrafter
+from services.text_engine.core.speculation.interface import Drafter
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.core.speculation.step_costs import StepCosts
 from services.text_engine.runner.draft_model import DraftRunner
 from services.text_engine.runner.kv_cache import BLOCK_SIZE
 from services.text_engine.runner.loading import LoadedModel

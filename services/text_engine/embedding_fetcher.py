@@ -20,7 +20,8 @@ from shared.log import get_logger
 from shared.row_codec import SCALE_BYTES, dequantize_rows
 from shared.tensor_blob import BlobError
 from shared.torch_io import blob_to_tensor
-from shared.wire import DEADLINE_HEADER, ImageRef
+from shared.wire.common import DEADLINE_HEADER
+from shared.wire.images import ImageRef
 
 log = get_logger(__name__)
 

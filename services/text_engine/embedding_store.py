@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from services.text_engine.core.sequence import ImageSpan, Sequence
-from shared.wire import ImageRef
+from shared.wire.images import ImageRef
 
 
 @dataclass(slots=True)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from services.text_engine.adapters import Adapter, Adapters
-from services.text_engine.core.batch import Batch, Logprobs, ScheduledSequence
+from services.text_engine.core.batch import Batch, ScheduledSequence
 from services.text_engine.core.queue_limit import QueueLimit
 from services.text_engine.core.scheduler import Scheduler, StepOutput
-from services.text_engine.core.sequence import ImageSpan, PromptLogprob, Sequence
+from services.text_engine.core.sequence import Sequence
 from services.text_engine.core.stopping import Finish
 from services.text_engine.detokenizer import Detokenizer
 from services.text_engine.embedding_store import EmbeddingStore
+from services.text_engine.engine_io import EngineOutput, EngineRequest, RequestFailed, TokenOutput
+from services.text_engine.request_state import ChoiceState, RequestState
 from services.text_engine.runner.grammar import GrammarCompiler
 from services.text_engine.runner.logits_processors import LogitsProcessors
 from services.text_engine.runner.model_runner import ModelRunner
@@ -31,82 +32,10 @@ from services.text_engine.tokenizer import Tokenizer
 from shared.errors import ContextTooLong, DiptychError, InvalidRequest
 from shared.hashing import digest
 from shared.log import get_logger
-from shared.reasoning import ReasoningStart
-from shared.sampling import SamplingParams
-from shared.wire import ImageRef
+from shared.wire.images import ImageRef
 
 log = get_logger(__name__)
 NUM_PAST_STEPS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """One request, tokenized; `sampling.n` choices will be generated from it.
-
-    reasoning   how the answer begins if the model marks its reasoning; a constraint holds for what comes after it
-    adapter     name of the LoRA adapter that computes it; None: the model itself
-    """
-
-    request_id: str
-    token_ids: list[int]
-    sampling: SamplingParams
-    reasoning: ReasoningStart | None = None
-    images: tuple[ImageSpan, ...] = ()
-    image_refs: tuple[ImageRef, ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
-    adapter: str | None = None
-
-    @property
-    def num_image_tokens(self) -> int:
-        return sum(span.num_tokens for span in self.images)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """New text of one choice. `finish` is set on its last output.
-
-    prompt_logprobs   on the first output of choice 0, if they were asked for: of the prompt's tokens but the first
-    waited_s          since the choice's token before this one; for its first since the request was added
-    """
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[tuple[int, Logprobs]]
-    finish: Finish | None
-    prompt_logprobs: list[PromptLogprob] | None = None
-    waited_s: float = 0.0
-    is_first: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFinished:
-    """All choices are done.
-
-    timings    seconds: queue (until first scheduled), transfer (until the last embedding was here), prefill (from first
-               scheduled to first token), decode_tokens; transfer overlaps with the other two
-    added_at   when the engine took the request on, in time.monotonic() seconds
-    """
-
-    request_id: str
-    num_prompt_tokens: int
-    num_image_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    num_preemptions: int
-    timings: dict[str, float]
-    added_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
-    request_id: str
-    error: DiptychError
-
-
-EngineOutput = TokenOutput | RequestFinished | RequestFailed
 
 
 class PastStep(NamedTuple):
@@ -120,35 +49,6 @@ class PastStep(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return sum(item.num_new_tokens for item in self.scheduled)
-
-
-@dataclass(slots=True)
-class _Choice:
-    sequence: Sequence
-    detokenizer: Detokenizer
-    finished: bool = False
-    has_begun: bool = False
-    last_token: float | None = None
-
-    def needs_image(self, image_key: str) -> bool:
-        """Whether rows of this image are still to be computed."""
-        computed = self.sequence.num_computed_tokens
-        spans = self.sequence.images_between(computed, self.sequence.num_tokens)
-        return not self.finished and any(span.image_key == image_key for span in spans)
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request's choices and clock. Times are time.monotonic() seconds."""
-
-    request: EngineRequest
-    choices: list[_Choice]
-    added: float
-    adapter: Adapter | None = None
-    images_ready: float | None = None
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float = field(default=0.0)
 
 
 class Engine:
@@ -185,7 +85,7 @@ class Engine:
         self.adapters = adapters or Adapters("the model")
         self.num_steps = 0
         self.past_steps: deque[PastStep] = deque(maxlen=NUM_PAST_STEPS)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._num_cache_resets = 0
 
     @property
@@ -199,24 +99,25 @@ class Engine:
         """
         self.check(request)
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
-        choices: list[_Choice] = []
+        choices: list[ChoiceState] = []
         for index in range(request.sampling.n):
             first = choices[0].sequence if choices else None
             choices.append(self._new_choice(request, index, first, adapter))
         if adapter is not None:
             self.adapters.acquire(adapter)
-        self._requests[request.request_id] = _Request(request, choices, added=time.monotonic(), adapter=adapter)
+        self._requests[request.request_id] = RequestState(request, choices, added=time.monotonic(), adapter=adapter)
         self.embeddings.register(request.request_id, request.image_refs)
         for choice in choices:
             self.scheduler.add(choice.sequence)
 
     def _new_choice(
         self, request: EngineRequest, index: int, first: Sequence | None, adapter: Adapter | None
-    ) -> _Choice:
+    ) -> ChoiceState:
         sampling = request.sampling
         num_prompt_tokens = len(request.token_ids)
-        room = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens)
-        max_total = room if sampling.max_tokens is None else min(room, num_prompt_tokens + sampling.max_tokens)
+        max_total = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens)
+        if sampling.max_tokens is not None:
+            max_total = min(max_total, num_prompt_tokens + sampling.max_tokens)
         sequence = Sequence(
             request_id=request.request_id,
             token_ids=list(request.token_ids),
@@ -241,7 +142,7 @@ class Engine:
             include_stop=sampling.include_stop_str_in_output,
             skip_special=sampling.skip_special_tokens,
         )
-        return _Choice(sequence, detokenizer)
+        return ChoiceState(sequence, detokenizer)
 
     def abort(self, request_id: str) -> None:
         """Forget a request at any moment; unknown ids are fine. Its blocks are free when this returns."""
@@ -352,10 +253,11 @@ class Engine:
             choice.last_token = now
             outputs.append(self._token_output(choice, step, waited_s))
             if all(choice.finished for choice in request.choices):
-                outputs.append(self._finished(request))
+                self.abort(step.sequence.request_id)
+                outputs.append(request.finished())
         return outputs
 
-    def _token_output(self, choice: _Choice, step: StepOutput, waited_s: float) -> TokenOutput:
+    def _token_output(self, choice: ChoiceState, step: StepOutput, waited_s: float) -> TokenOutput:
         sequence, detokenizer = choice.sequence, choice.detokenizer
         sampled, finish = step.sampled, step.finish
         text = ""
@@ -381,27 +283,6 @@ class Engine:
             prompt_logprobs=sequence.prompt_logprobs if sequence.wants_prompt_logprobs and is_first else None,
             waited_s=waited_s,
             is_first=is_first,
-        )
-
-    def _finished(self, state: _Request) -> RequestFinished:
-        self.abort(state.request.request_id)
-        assert state.first_scheduled is not None
-        assert state.first_token is not None
-        sequences = [choice.sequence for choice in state.choices]
-        return RequestFinished(
-            request_id=state.request.request_id,
-            num_prompt_tokens=len(state.request.token_ids),
-            num_image_tokens=state.request.num_image_tokens,
-            num_cached_tokens=sequences[0].num_cached_tokens or 0,
-            num_generated_tokens=sum(sequence.num_generated_tokens for sequence in sequences),
-            num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
-            timings={
-                "queue": state.first_scheduled - state.added,
-                "transfer": (state.images_ready or state.added) - state.added,
-                "prefill": state.first_token - state.first_scheduled,
-                "decode_tokens": state.last_token - state.first_token,
-            },
-            added_at=state.added,
         )
 
     # --- checks and failures --------------------------------------------------------------------------------------

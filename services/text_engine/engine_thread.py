@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from services.text_engine.build import BuiltEngine
-from services.text_engine.engine import Engine, EngineOutput, EngineRequest, RequestFailed
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineOutput, EngineRequest, RequestFailed
 from services.text_engine.runner.tensor_parallel import RankFailed
 from shared.errors import DiptychError
 from shared.log import get_logger

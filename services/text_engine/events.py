@@ -1,19 +1,47 @@
-"""What the engine says, as events on the wire: ids get their readable names, numbers that JSON lacks are replaced."""
+"""What the engine says, as events and lines on the wire: ids get their readable names, numbers that JSON lacks are
+replaced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeGuard
+
+import orjson
 
 from services.text_engine.core.batch import Logprobs
 from services.text_engine.core.sequence import PromptLogprob
-from services.text_engine.engine import EngineOutput, EngineRequest, RequestFailed, RequestFinished
+from services.text_engine.engine_io import EngineOutput, EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from services.text_engine.tokenizer import Tokenizer
 from shared.http_errors import wire_error
-from shared.wire import Failed, Finished, GenerateEvent, PromptToken, TokenLogprob, Tokens
+from shared.wire.engine import Failed, Finished, GenerateEvent, PromptToken, TokenLogprob, Tokens
 
 LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity; OpenAI uses this value
 PROMPT_TOKENS_AT_ONCE: Final = 64  # in one event: whoever writes or reads it stops for it, and each may have 21 numbers
+
+
+def line_of(event: GenerateEvent) -> bytes:
+    return event.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+def are_plain(outputs: Sequence[EngineOutput]) -> TypeGuard[Sequence[TokenOutput]]:
+    """Whether there is new text and nothing else, as nearly always: then `plain_lines` can say it."""
+    return all(
+        isinstance(output, TokenOutput)
+        and output.finish is None
+        and not output.logprobs
+        and output.prompt_logprobs is None
+        for output in outputs
+    )
+
+
+def plain_lines(outputs: Sequence[TokenOutput]) -> bytes:
+    """The same as by `event_of` and `line_of`, for less: no model is made and checked for every token."""
+    events = (
+        {"event": "tokens", "index": output.index, "text": output.text, "token_ids": output.token_ids}
+        for output in outputs
+    )
+    return b"".join(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE) for event in events)
 
 
 def event_of(output: EngineOutput, request: EngineRequest, tokenizer: Tokenizer) -> GenerateEvent:

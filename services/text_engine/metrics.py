@@ -10,8 +10,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.text_engine.build import BuiltEngine
 from services.text_engine.core.batch import DraftMethod
 from services.text_engine.core.scheduler import Scheduler
-from services.text_engine.core.speculation import DraftCounts
-from services.text_engine.engine import Engine, RequestFailed, RequestFinished, TokenOutput
+from services.text_engine.core.speculation.interface import DraftCounts
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import RequestFailed, RequestFinished, TokenOutput
 from shared.embedding_cache import EmbeddingCache
 from shared.metrics import (
     PREFIX,

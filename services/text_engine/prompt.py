@@ -19,7 +19,8 @@ from services.text_engine.tokenizer import Tokenizer
 from services.text_engine.tool_prompt import parsed_calls, spell_tools
 from shared.errors import InvalidRequest, UnsupportedFeature, UpstreamFailed
 from shared.reasoning import ReasoningMarks, ReasoningStart
-from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart, ToolFormat
+from shared.wire.engine import ChatMessage, ImagePart, TextPart, ToolFormat
+from shared.wire.images import ImageRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.runner.batch_tensors import BatchArrays
 from services.text_engine.runner.loading import load_model, rank_device
 from services.text_engine.runner.tensor_parallel import ProcessRanks, RankSpec, end_without_cleanup

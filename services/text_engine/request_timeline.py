@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Final, Literal
 
 from services.text_engine.core.sequence import ImageSpan
-from services.text_engine.engine import EngineRequest, RequestFinished
-from shared.wire import StageSpan
+from services.text_engine.engine_io import EngineRequest, RequestFinished
+from shared.wire.common import StageSpan
 
 MAX_FETCHES: Final = 4096  # remembered; a request's own are among the newest
 Source = Literal["redis", "vision_encoder"]
@@ -76,7 +76,7 @@ def stage_spans(
 
 
 def embedding_sources(request: EngineRequest, finished: RequestFinished, fetches: FetchLog) -> dict[str, str]:
-    """Where each picture's rows came from, by image key; see shared.wire.Finished."""
+    """Where each picture's rows came from, by image key; see shared.wire.engine.Finished."""
     sources: dict[str, str] = {}
     for span in request.images:
         sources[span.image_key] = _source(span, finished, fetches, sources.get(span.image_key))

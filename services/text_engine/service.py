@@ -5,7 +5,6 @@ goes away. Owns the engine's thread and the fetching of embeddings; knows no HTT
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
@@ -16,24 +15,19 @@ from services.text_engine.build import BuiltEngine, build_engine
 from services.text_engine.cache_control import CacheControl
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.queue_limit import Newcomers
+from services.text_engine.embedding_delivery import EmbeddingDelivery
 from services.text_engine.embedding_fetcher import EmbeddingFetcher
-from services.text_engine.engine import (
-    Engine,
-    EngineOutput,
-    EngineRequest,
-    RequestFailed,
-    RequestFinished,
-    TokenOutput,
-)
+from services.text_engine.engine import Engine
+from services.text_engine.engine_io import EngineOutput, EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from services.text_engine.engine_thread import EngineThread, in_engine
-from services.text_engine.events import event_of, portions
+from services.text_engine.events import are_plain, event_of, line_of, plain_lines, portions
+from services.text_engine.input_processing import num_choices, read_prompt, read_request
+from services.text_engine.mailbox import Mailbox
 from services.text_engine.metrics import EngineMetrics
-from services.text_engine.prompt import Prompt
 from services.text_engine.request_timeline import FetchLog, embedding_sources, stage_spans
 from services.text_engine.state import engine_state, take_snapshot
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import (
-    ContextTooLong,
     DiptychError,
     InvalidRequest,
     NotReady,
@@ -41,27 +35,16 @@ from shared.errors import (
     RequestAborted,
     UnsupportedFeature,
 )
-from shared.log import get_logger
 from shared.metrics import watch_certificates
 from shared.peer_names import PeerNames
-from shared.sampling import WHOLE_RANGES, Constraint, SamplingParams
 from shared.service_client import ServiceClient
 from shared.state import EngineState
 from shared.tls import Tls
 from shared.tracing import Attributes, current_span
-from shared.wire import (
-    CacheState,
-    GenerateEvent,
-    GenerateRequest,
-    ImageRef,
-    ModelInfo,
-    SleepRequest,
-    Started,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from shared.wire.engine import GenerateEvent, GenerateRequest, ModelInfo, Started, TokenizeRequest, TokenizeResponse
+from shared.wire.engine_admin import CacheState, SleepRequest
+from shared.wire.images import ImageRef
 
-log = get_logger(__name__)
 STATE_TIMEOUT_S = 2.0
 
 
@@ -86,16 +69,15 @@ class TextEngineService:
         self._loop = asyncio.get_running_loop()
         self._built: BuiltEngine | None = None
         self._thread: EngineThread | None = None
-        self._fetcher: EmbeddingFetcher | None = None
+        self._embeddings: EmbeddingDelivery | None = None
         self._http = ServiceClient(tls=tls, names=PeerNames(settings.tls_server_name), tokens=settings.service_token)
         self._cache = EmbeddingCache(settings.redis_url, op_timeout_s=settings.redis_timeout_s, tls=tls)
         self._newcomers = Newcomers()
-        self._streams: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._streams: dict[str, Mailbox] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._cache_control: CacheControl | None = None
         self._adapter_control: AdapterControl | None = None
-        self._fetches: set[asyncio.Task[None]] = set()
         self._fetch_log = FetchLog()
         self._state: asyncio.Task[EngineState] | None = None
 
@@ -113,12 +95,13 @@ class TextEngineService:
         except Exception as error:
             self.load_error = error
             raise
-        self._fetcher = EmbeddingFetcher(
+        fetcher = EmbeddingFetcher(
             self._cache,
             self._http,
             hidden_size=built.info.hidden_size,
             timeout_s=self.settings.embedding_timeout_s,
         )
+        self._embeddings = EmbeddingDelivery(fetcher, thread, self._fetch_log, self.metrics)
         self._thread = thread
         self._built = built
         self._cache_control = CacheControl(thread)
@@ -135,8 +118,8 @@ class TextEngineService:
             self.is_hanging = not await asyncio.to_thread(self._thread.stop, self.settings.step_timeout_s)
             if self.is_hanging:  # its thread will not do it
                 await asyncio.to_thread(self._built.engine.close)
-        for task in self._fetches:
-            task.cancel()
+        if self._embeddings is not None:
+            self._embeddings.cancel()
         await self._http.aclose()
         await self._cache.close()
 
@@ -202,7 +185,7 @@ class TextEngineService:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def room_in_s(self, priority: int) -> float:
+    def queue_opens_in_s(self, priority: int) -> float:
         """When another request of this priority, for one answer, would be queued; 0: at once.
 
         Not for several answers, whoever asks: gateways take it to hold for every request of the priority, and one that
@@ -210,40 +193,37 @@ class TextEngineService:
         """
         if self._built is None:
             return 0.0
-        return self._built.engine.queue.room_in_s(priority, num_newcomers=self._newcomers.num)
+        return self._built.engine.queue.opens_in_s(priority, num_newcomers=self._newcomers.num)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
-        """Run one request. Errors known beforehand are raised before the first event, later ones are the last event.
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[bytes]:
+        """Run one request: its events as lines, those that wait together in one piece. Errors known beforehand are
+        raised before the first event, later ones are the last event.
 
         Close the iterator to abort: the request's blocks are free within a step.
         """
         arrived_at = time.monotonic()
         built = self._require_built()
-        engine_request, outputs = await self._take_in(built, request)
+        engine_request, mailbox = await self._take_in(built, request)
         is_over = False
         try:
             num_prompt_tokens = len(engine_request.token_ids)
-            yield Started(
+            started = Started(
                 num_prompt_tokens=num_prompt_tokens,
                 num_image_tokens=engine_request.num_image_tokens,
                 is_reasoning_open=engine_request.reasoning == "open",
                 prompt_text=built.engine.tokenizer.decode(engine_request.token_ids) if request.echo else None,
             )
+            yield line_of(started)
             while not is_over:
-                output = await outputs.get()
-                is_over = not isinstance(output, TokenOutput)
-                naming = partial(event_of, output, engine_request, built.engine.tokenizer)
-                is_long = isinstance(output, TokenOutput) and output.prompt_logprobs is not None
-                event = await asyncio.to_thread(naming) if is_long else naming()
-                if isinstance(output, RequestFinished):
-                    history = self._history(engine_request, output, arrived_at)
-                    event = event.model_copy(update=history)
-                    if (span := current_span()) is not None:
-                        span.stages(history["spans"], began_at=arrived_at)
-                        model = engine_request.adapter or built.info.id
-                        span.describe(_traced(model, output), name=f"generate {model}")
-                for portion in portions(event):
-                    yield portion
+                outputs = await mailbox.take()
+                is_over = not isinstance(outputs[-1], TokenOutput)
+                if are_plain(outputs):
+                    yield plain_lines(outputs)
+                    continue
+                for output in outputs:
+                    event = await self._event(built, output, engine_request, arrived_at)
+                    for portion in portions(event):
+                        yield line_of(portion)
         finally:
             del self._streams[request.request_id]
             if not is_over:
@@ -251,14 +231,27 @@ class TextEngineService:
             if not self._streams:
                 self._is_idle.set()
 
-    async def _take_in(
-        self, built: BuiltEngine, request: GenerateRequest
-    ) -> tuple[EngineRequest, asyncio.Queue[EngineOutput]]:
+    async def _event(
+        self, built: BuiltEngine, output: EngineOutput, request: EngineRequest, arrived_at: float
+    ) -> GenerateEvent:
+        naming = partial(event_of, output, request, built.engine.tokenizer)
+        is_long = isinstance(output, TokenOutput) and output.prompt_logprobs is not None
+        event = await asyncio.to_thread(naming) if is_long else naming()
+        if not isinstance(output, RequestFinished):
+            return event
+        history = self._history(request, output, arrived_at)
+        if (span := current_span()) is not None:
+            span.stages(history["spans"], began_at=arrived_at)
+            model = request.adapter or built.info.id
+            span.describe(_traced(model, output), name=f"generate {model}")
+        return event.model_copy(update=history)
+
+    async def _take_in(self, built: BuiltEngine, request: GenerateRequest) -> tuple[EngineRequest, Mailbox]:
         """Let a request in, prepare it and hand it to the engine's thread. Counted as a newcomer until it is queued
         there, which may take as long as the current step."""
         leave = self._let_in(built, request)
         try:
-            engine_request = await asyncio.to_thread(_prepare, built, request)
+            engine_request = await asyncio.to_thread(read_request, built, request)
             self._require_built()  # it may have fallen asleep meanwhile
             if request.request_id in self._streams:
                 raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
@@ -267,19 +260,19 @@ class TextEngineService:
         except BaseException:
             leave()
             raise
-        outputs = self._streams[request.request_id] = asyncio.Queue()
+        mailbox = self._streams[request.request_id] = Mailbox()
         self._is_idle.clear()
-        return engine_request, outputs
+        return engine_request, mailbox
 
     def _let_in(self, built: BuiltEngine, request: GenerateRequest) -> Callable[[], None]:
         """Before anything is spent on the prompt: under overload refusals are most of what there is to say."""
-        num_choices = _num_choices(request)
+        num_sequences = num_choices(request)
         try:
-            built.engine.queue.check(request.priority, num_choices, self._newcomers.num)
+            built.engine.queue.check(request.priority, num_sequences, self._newcomers.num)
         except Overloaded:
             self.metrics.refused.inc()
             raise
-        return self._newcomers.enter(num_choices)
+        return self._newcomers.enter(num_sequences)
 
     def _history(self, request: EngineRequest, finished: RequestFinished, arrived_at: float) -> dict[str, Any]:
         return {
@@ -297,7 +290,7 @@ class TextEngineService:
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         built = self._require_built()
-        prompt = await asyncio.to_thread(_build_prompt, built, request)
+        prompt = await asyncio.to_thread(read_prompt, built, request)
         max_model_len = built.info.max_model_len
         return TokenizeResponse(count=len(prompt.token_ids), max_model_len=max_model_len, tokens=prompt.token_ids)
 
@@ -334,7 +327,7 @@ class TextEngineService:
             else:
                 self.metrics.observe_failed(output)
             if (stream := self._streams.get(output.request_id)) is not None:
-                stream.put_nowait(output)
+                stream.put(output)
 
     def _on_step(self, engine: Engine, seconds: float | None) -> None:
         self.metrics.observe_step(engine, seconds)
@@ -345,35 +338,8 @@ class TextEngineService:
         self._tell_of_death()
 
     def _on_wanted(self, ref: ImageRef) -> None:
-        self._loop.call_soon_threadsafe(self._start_fetch, ref)
-
-    # --- embeddings -----------------------------------------------------------------------------------------------
-
-    def _start_fetch(self, ref: ImageRef) -> None:
-        task = asyncio.create_task(self._fetch(ref))
-        self._fetches.add(task)
-        task.add_done_callback(self._fetches.discard)
-
-    async def _fetch(self, ref: ImageRef) -> None:
-        """Bring one embedding to the engine, or the news that it will not come."""
-        assert self._fetcher is not None
-        assert self._thread is not None
-        started, source = time.monotonic(), None
-        try:
-            with self._fetch_log.fetching(ref.image_key) as fetch:
-                rows, fetch.source = await self._fetcher.fetch(ref)
-                source = fetch.source
-        except DiptychError as error:
-            log.warning("no embedding for an image", image_key=ref.image_key[:12], reason=error.message)
-            self._thread.submit(partial(Engine.image_failed, ref=ref, error=error))
-        except Exception as error:
-            log.error("fetching an embedding failed", image_key=ref.image_key[:12], exc_info=error)
-            reason = "the engine failed to fetch an image's embedding; the log has the details"
-            self._thread.submit(partial(Engine.image_failed, ref=ref, error=DiptychError(reason)))
-        else:
-            self._thread.submit(lambda engine: engine.put_image(ref.image_key, rows))
-        finally:
-            self.metrics.observe_fetch(source, time.monotonic() - started)
+        assert self._embeddings is not None, "no request comes before the engine is there"
+        self._loop.call_soon_threadsafe(self._embeddings.start, ref)
 
 
 def _traced(model: str, finished: RequestFinished) -> Attributes:
@@ -387,88 +353,3 @@ def _traced(model: str, finished: RequestFinished) -> Attributes:
         "diptych.usage.image_tokens": finished.num_image_tokens,
         "diptych.num_preemptions": finished.num_preemptions,
     }
-
-
-def _num_choices(request: GenerateRequest) -> int:
-    """Before its sampling fields are checked; 1 for a number that will be refused."""
-    given, (least, most) = request.sampling.get("n"), WHOLE_RANGES["n"]
-    return given if type(given) is int and least <= given and (most is None or given <= most) else 1
-
-
-def sampling_params(request: GenerateRequest) -> SamplingParams:
-    """The request's sampling fields, checked. Raises InvalidRequest naming the field."""
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    given = {name: value for name, value in request.sampling.items() if name in known}
-    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
-        if isinstance(given.get(name), list):
-            given[name] = tuple(given[name])
-    if "logit_bias" in given:
-        given["logit_bias"] = _logit_bias(given["logit_bias"])
-    if "constraint" in given:
-        given["constraint"] = _constraint(given["constraint"])
-    return SamplingParams(**given)
-
-
-def _logit_bias(given: object) -> dict[int, Any]:
-    """Keys are strings in JSON. Raises InvalidRequest for anything but an object from token ids to numbers."""
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"logit_bias is {given!r}; give an object from token ids to numbers", param="logit_bias")
-    try:
-        return {int(token_id): bias for token_id, bias in given.items()}
-    except ValueError:
-        raise InvalidRequest(f"logit_bias has keys {list(given)}; they must be token ids", param="logit_bias") from None
-
-
-def _constraint(given: object) -> Constraint:
-    """Raises InvalidRequest for anything but an object with a constraint's fields."""
-    try:
-        return Constraint(**given)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidRequest("constraint is an object with a kind and a value", param="constraint") from None
-
-
-def _prepare(built: BuiltEngine, request: GenerateRequest) -> EngineRequest:
-    """The request as the engine takes it. Raises whatever is wrong with it."""
-    sampling = sampling_params(request)
-    prompt = _build_prompt(built, request)
-    engine_request = EngineRequest(
-        request_id=request.request_id,
-        token_ids=prompt.token_ids,
-        sampling=sampling,
-        reasoning=prompt.reasoning,
-        images=prompt.images,
-        image_refs=prompt.image_refs,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        adapter=request.adapter,
-    )
-    try:
-        built.engine.check(engine_request)
-        if not request.cuts_to_context:
-            _check_room(engine_request, built.engine.max_model_len)
-    except ContextTooLong as error:
-        if request.prompt is not None and error.param == "messages":
-            raise ContextTooLong(error.message, param="prompt") from error
-        raise
-    return engine_request
-
-
-def _check_room(request: EngineRequest, max_model_len: int) -> None:
-    """Raises ContextTooLong if more is asked for than can follow the prompt. Cutting it would be an answer to another
-    question; the KV cache being smaller than the context is not the client's to know, so that cuts."""
-    asked, room = request.sampling.max_tokens, max_model_len - len(request.token_ids)
-    if asked is not None and asked > room:
-        raise ContextTooLong(
-            f"max_tokens is {asked}, but the prompt has {len(request.token_ids)} tokens and this model takes "
-            f"{max_model_len} tokens of prompt and answer together; ask for at most {room}, or leave max_tokens out to "
-            "use what is left",
-            param="max_tokens",
-        )
-
-
-def _build_prompt(built: BuiltEngine, request: GenerateRequest | TokenizeRequest) -> Prompt:
-    if request.messages is not None:
-        return built.prompts.from_messages(request.messages, request.tools, request.template_kwargs)
-    if request.prompt is None:
-        raise InvalidRequest("give either messages or prompt", param="messages")
-    return built.prompts.from_prompt(request.prompt, built.info.vocab_size)

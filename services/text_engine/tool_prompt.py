@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, Final
 
-from shared.wire import ChatMessage, ContentPart, TextPart
+from shared.wire.engine import ChatMessage, ContentPart, TextPart
 
 _INSTRUCTIONS: Final = """# Tools
 

@@ -27,22 +27,19 @@ from shared.metrics import metrics_response
 from shared.panel import panel_app, serve_panel
 from shared.state import EncoderState
 from shared.tracing import current_span
-from shared.wire import (
-    DEADLINE_HEADER,
+from shared.wire.common import DEADLINE_HEADER, NDJSON, REQUEST_ID_HEADER
+from shared.wire.encoder import (
     DETAIL_HEADER,
     IMAGE_KEY_HEADER,
-    NDJSON,
-    REQUEST_ID_HEADER,
     SAFETENSORS,
     DescribeRequest,
     DescribeResponse,
-    Detail,
     Encoded,
     EncodeEvent,
     EncoderInfo,
-    ImageMetadata,
     ImageSize,
 )
+from shared.wire.images import Detail, ImageMetadata
 
 log = get_logger(__name__)
 

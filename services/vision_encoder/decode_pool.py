@@ -25,7 +25,7 @@ from services.vision_encoder.decode_worker import FRAME, WorkerConfig, pack_requ
 from shared.errors import EncodeFailed, InvalidImage
 from shared.image_header import ImageHeader
 from shared.log import get_logger
-from shared.wire import Detail
+from shared.wire.images import Detail
 
 log = get_logger(__name__)
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.preprocessing.registry import from_json, to_json
 from shared.errors import InvalidImage
 from shared.image_header import ImageHeader
-from shared.wire import Detail
+from shared.wire.images import Detail
 
 FRAME: Final = struct.Struct("<IQ")  # bytes of JSON head, bytes of payload
 

@@ -37,17 +37,8 @@ from shared.image_header import ImageHeader
 from shared.log import get_logger
 from shared.row_codec import SCALE_BYTES, quantize_rows
 from shared.torch_io import blob_to_tensor, tensor_to_blob
-from shared.wire import (
-    EMBEDDINGS_REFUSED,
-    Admitted,
-    Detail,
-    Encoded,
-    EncodeEvent,
-    EncodeFailedEvent,
-    ImageMetadata,
-    ImageRef,
-    ImageSize,
-)
+from shared.wire.encoder import EMBEDDINGS_REFUSED, Admitted, Encoded, EncodeEvent, EncodeFailedEvent, ImageSize
+from shared.wire.images import Detail, ImageMetadata, ImageRef
 
 log = get_logger(__name__)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import NotReady, UpstreamTimeout
-from shared.wire import Encoded, EncodeEvent, ImageMetadata
+from shared.wire.encoder import Encoded, EncodeEvent
+from shared.wire.images import ImageMetadata
 
 
 @dataclass(frozen=True, slots=True)

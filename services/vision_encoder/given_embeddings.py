@@ -19,7 +19,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from shared.errors import InvalidEmbedding
-from shared.wire import ImageMetadata, ImageSize
+from shared.wire.encoder import ImageSize
+from shared.wire.images import ImageMetadata
 
 TENSOR: Final = "image_embeds"
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)

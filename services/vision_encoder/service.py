@@ -36,7 +36,8 @@ from shared.metrics import watch_certificates
 from shared.state import EncoderState
 from shared.tls import Tls
 from shared.torch_io import dtype_name
-from shared.wire import Detail, EncoderInfo
+from shared.wire.encoder import EncoderInfo
+from shared.wire.images import Detail
 
 log = get_logger(__name__)
 

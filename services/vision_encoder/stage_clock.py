@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from shared.wire import StageSpan
+from shared.wire.common import StageSpan
 
 
 class StageClock:

@@ -18,7 +18,7 @@ from shared.errors import DiptychError, ModelNotFound, UpstreamFailed, UpstreamT
 from shared.peer_names import PeerNames
 from shared.service_client import ServiceClient
 from shared.tls import Tls
-from shared.wire import Finished, GenerateRequest, ModelInfo, Started, Tokens
+from shared.wire.engine import Finished, GenerateRequest, ModelInfo, Started, Tokens
 
 STARTED = Started(num_prompt_tokens=1, num_image_tokens=0)
 FINISHED = Finished(num_prompt_tokens=1, num_image_tokens=0, num_cached_tokens=0, num_generated_tokens=1)
@@ -52,7 +52,7 @@ async def test_a_refusal_that_breaks_off_is_the_engine_s_fault(then_hangs: bool,
     request = GenerateRequest(request_id="r", prompt="hi")
     async with engine_that_answers(refusal, then_hangs=then_hangs) as url, client, AsyncExitStack() as stack:
         engines = EngineClient(client, start_timeout_s=0.5)
-        generating = engines.generate(url, request, "r", door=nullcontext(), on_room=lambda _: None)
+        generating = engines.generate(url, request, "r", door=nullcontext(), on_queue=lambda _: None)
         with pytest.raises(error):
             await stack.enter_async_context(generating)
 

@@ -12,7 +12,8 @@ import torch
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.block_pool import BlockPool
 from services.text_engine.core.sequence import ImageSpan
-from services.text_engine.core.speculation import PromptLookupDrafter, StepCosts
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.core.speculation.step_costs import StepCosts
 from services.text_engine.engine import Engine
 from services.text_engine.state import Snapshot, block_map, sequence_states, step_states, take_snapshot
 from shared.sampling import Constraint

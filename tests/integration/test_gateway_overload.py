@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from services.gateway.balancer import MAX_AT_THE_DOOR
-from services.gateway.room import LONGEST_BELIEF_S
+from services.gateway.queue_forecast import LONGEST_BELIEF_S
 from shared.errors import Overloaded
 from tests.gateway_stack import Stack, assert_openai_error, data_url, eventually, running_stack
 from tests.picture_server import PictureServer, serving
 from tests.scripted import EngineScript, png
 
-FULL = EngineScript(refuse=Overloaded("the queue is full", retry_after_s=30), room_in_s=30.0)
+FULL = EngineScript(refuse=Overloaded("the queue is full", retry_after_s=30), queue_opens_in_s=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_an_engine_that_has_room_gets_what_the_full_one_would_refuse(stack: Stac
 def test_a_full_engine_is_asked_again_within_a_second_or_so_and_believed_when_it_has_room(stack: Stack):
     fill(stack)
     for engine in stack.engines:
-        engine.script = EngineScript(room_in_s=0.0)
+        engine.script = EngineScript(queue_opens_in_s=0.0)
     assert_openai_error(stack.chat(), 503, "overloaded")
     eventually(lambda: stack.chat().status_code == 200, within_s=2 * LONGEST_BELIEF_S)
     assert {stack.chat().status_code for _ in range(5)} == {200}
@@ -90,7 +90,7 @@ def test_a_full_engine_is_asked_again_within_a_second_or_so_and_believed_when_it
 
 def test_a_queue_that_just_became_full_is_left_alone_though_it_took_the_request(stack: Stack):
     for engine in stack.engines:
-        engine.script = EngineScript(room_in_s=30.0)
+        engine.script = EngineScript(queue_opens_in_s=30.0)
     assert [stack.chat().status_code for _ in range(4)] == [200, 200, 503, 503]
     assert num_asked(stack) == 2
 
@@ -108,7 +108,7 @@ def test_of_a_crowd_only_the_first_few_are_sent_to_an_engine_that_is_full(stack:
 
 def test_a_crowd_that_there_is_room_for_is_answered_whole(stack: Stack):
     for engine in stack.engines:
-        engine.script = EngineScript(start_delay_s=0.05, room_in_s=0.0)
+        engine.script = EngineScript(start_delay_s=0.05, queue_opens_in_s=0.0)
     with ThreadPoolExecutor(120) as pool:
         answers = list(pool.map(lambda _: stack.chat(), range(120)))
     assert {answer.status_code for answer in answers} == {200}
@@ -117,7 +117,7 @@ def test_a_crowd_that_there_is_room_for_is_answered_whole(stack: Stack):
 def test_urgent_requests_are_sent_to_engines_that_are_full_for_others(stack: Stack):
     fill(stack)
     for engine in stack.engines:
-        engine.script = EngineScript(room_in_s=0.0)
+        engine.script = EngineScript(queue_opens_in_s=0.0)
     assert_openai_error(stack.chat(priority=5), 503, "overloaded")
     assert stack.chat(priority=-1).status_code == 200
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 from structlog.testing import capture_logs
 
-from shared.wire import SCHEMA_VERSION, Finished, GenerateRequest, ModelInfo
+from shared.wire.common import SCHEMA_VERSION
+from shared.wire.engine import Finished, GenerateRequest, ModelInfo
 from tests.gateway_stack import Stack, eventually, running_stack
 
 MODEL = {

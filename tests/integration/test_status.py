@@ -16,7 +16,8 @@ from services.gateway.balancer import Pool
 from services.gateway.status import MAX_STATE_BYTES, ControlRoom
 from shared.errors import InvalidImage
 from shared.state import BlockMap, EngineState
-from shared.wire import EncoderInfo, ModelInfo
+from shared.wire.encoder import EncoderInfo
+from shared.wire.engine import ModelInfo
 from tests.gateway_stack import Stack, assert_openai_error, data_url, eventually, running_stack
 from tests.ports import refusing_port
 from tests.scripted import EncoderScript, EngineScript, png

@@ -47,7 +47,8 @@ from shared.http_errors import error_response
 from shared.lines import lines_of
 from shared.row_codec import dequantize_rows, quantize_rows
 from shared.torch_io import tensor_to_blob
-from shared.wire import ROOM_HEADER, ImageMetadata
+from shared.wire.engine import QUEUE_OPENS_HEADER
+from shared.wire.images import ImageMetadata
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 from tests.gateway_stack import assert_openai_error, eventually
@@ -264,6 +265,15 @@ def test_several_choices_share_a_stream_and_each_ends_once(text_engine: Served):
         assert [event.get("finish_reason") for event in own] == [None] * 11 + ["length"]
 
 
+def test_what_the_choices_say_in_one_step_comes_in_one_piece(text_engine: Served):
+    body = text_engine.body(**(GREEDY | {"n": 3, "temperature": 1.0}))
+    with text_engine.http.stream("POST", "/v1/generate", json=body) as response:
+        pieces = list(response.iter_raw())
+    assert max(piece.count(b"\n") for piece in pieces) >= 3
+    events = Events(list(lines_of(iter(pieces))))
+    assert events.kinds == ["started", *["tokens"] * 36, "finished"]
+
+
 def test_stop_strings_never_show_in_the_stream(text_engine: Served):
     """Cases B12, B14."""
     whole = text_engine.generate(max_tokens=40).text
@@ -461,7 +471,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(text_folder: Path):
         answers = list(pool.map(served.post, bodies))
         lasts = []
         for answer in answers:
-            assert 0 <= float(answer.headers[ROOM_HEADER]) <= RETRY_FULL_S
+            assert 0 <= float(answer.headers[QUEUE_OPENS_HEADER]) <= RETRY_FULL_S
             if answer.status_code == 200:
                 lasts.append(Events(lines_in(answer)).all[-1])
                 continue
@@ -486,7 +496,7 @@ def test_the_queue_is_bounded_while_a_step_runs(text_folder: Path, num_choices: 
             waiting = [pool.submit(served.post, body) for body in bodies]
             eventually(lambda: sum(answer.done() for answer in waiting) == 10 - num_let_in)
             assert not served.engine.scheduler.waiting
-            assert served.service.room_in_s(0) == RETRY_FULL_S
+            assert served.service.queue_opens_in_s(0) == RETRY_FULL_S
             gate.opened.set()
             answers = [answer.result() for answer in waiting]
         assert first.result().finish_reason == "length"
@@ -498,6 +508,14 @@ def test_the_queue_is_bounded_while_a_step_runs(text_folder: Path, num_choices: 
         taken = [Events(lines_in(answer)).all[-1]["event"] for answer in answers if answer.status_code == 200]
         assert taken == ["finished"] * num_let_in
         eventually(served.is_idle)
+
+
+def test_more_choices_than_the_queue_has_places_are_refused_for_good(text_folder: Path):
+    with running(text_folder, max_waiting_requests=4) as served:
+        answer = served.post(served.body("question", n=5))
+        assert assert_openai_error(answer, 400, "invalid_value")["param"] == "n"
+        assert "retry-after" not in answer.headers
+        assert served.post(served.body("question", n=4, **GREEDY)).status_code == 200
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -1123,7 +1141,8 @@ def test_an_address_that_is_none_fails_the_request_instead_of_hanging_it(llava: 
 def test_a_fetch_that_fails_for_whatever_reason_fails_its_request_and_is_tried_again_for_the_next(
     llava: Served, encoder: ScriptedEmbeddings, monkeypatch: pytest.MonkeyPatch
 ):
-    fetcher = llava.service._fetcher
+    assert llava.service._embeddings is not None
+    fetcher = llava.service._embeddings._fetcher
 
     async def broken(_ref: Any) -> Any:
         raise RuntimeError("secret of the house")

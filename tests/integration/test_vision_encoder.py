@@ -17,15 +17,9 @@ from PIL import Image
 
 from services.vision_encoder.app import create_app
 from services.vision_encoder.config import VisionEncoderSettings
-from shared.wire import (
-    DEADLINE_HEADER,
-    IMAGE_KEY_HEADER,
-    Admitted,
-    DescribeResponse,
-    EncoderInfo,
-    ImageMetadata,
-    ImageRef,
-)
+from shared.wire.common import DEADLINE_HEADER
+from shared.wire.encoder import IMAGE_KEY_HEADER, Admitted, DescribeResponse, EncoderInfo
+from shared.wire.images import ImageMetadata, ImageRef
 from tests.conftest import CheckpointFactory
 from tests.encoders import NUM_TOKENS, Replica, png, refusal, running, wait_until
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from shared.hashing import embedding_key, image_key
 from shared.row_codec import dequantize_rows
 from shared.torch_io import blob_to_tensor
-from shared.wire import DETAIL_HEADER, IMAGE_KEY_HEADER, SAFETENSORS
+from shared.wire.encoder import DETAIL_HEADER, IMAGE_KEY_HEADER, SAFETENSORS
 from tests.conftest import CheckpointFactory
 from tests.encoders import NUM_TOKENS, Replica, png, refusal, running
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from services.vision_encoder.families.interface import Family, PreparedImage
 from services.vision_encoder.families.registry import load_family
-from shared.wire import ImageRef
+from shared.wire.images import ImageRef
 from tests.conftest import CheckpointFactory
 from tests.encoders import Replica, png, running
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.kernels import reference
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.weights import load_decoder
 from tests.models.paged import PagedDecoder
 

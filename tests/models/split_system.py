@@ -18,7 +18,8 @@ from services.vision_encoder.families.interface import Family, PreparedImage
 from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.preprocessing.registry import from_json, to_json
 from shared.hashing import image_key
-from shared.wire import ChatMessage, Detail, ImagePart, ImageRef, TextPart
+from shared.wire.engine import ChatMessage, ImagePart, TextPart
+from shared.wire.images import Detail, ImageRef
 from tests.engines import Answer, EngineDriver
 from tests.vision_checkpoints import processor_class
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from bench.deepen import deepen
 from bench.quantization import num_bytes
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from tests.checkpoints import write_checkpoint
 from tests.models.oracle import load_ours, prompt_tokens
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.weights import load_decoder
 from services.text_engine.runner.loading import choose_parts
 from tests.conftest import CheckpointFactory

@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diptych.cli import _draft_folder
 from diptych.errors import BadSetting
+from diptych.start_checks import draft_folder
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.core.draft_model import DraftModelDrafter
 from services.text_engine.core.sequence import ImageSpan
-from services.text_engine.core.speculation import DraftCounts, StepCosts
+from services.text_engine.core.speculation.draft_model import DraftModelDrafter
+from services.text_engine.core.speculation.interface import DraftCounts
+from services.text_engine.core.speculation.step_costs import StepCosts
 from services.text_engine.metrics import EngineMetrics
 from shared.settings_errors import SettingRefused
 from tests.conftest import CheckpointFactory
@@ -334,7 +335,7 @@ def test_a_draft_model_that_could_not_be_used_is_refused(llama: Path, settings: 
 
 
 def test_on_the_command_line_it_may_be_whatever_a_model_may_be(llama: Path):
-    assert _draft_folder(TextEngineSettings(model=llama)) is None
-    assert _draft_folder(TextEngineSettings(model=llama, speculative_model=llama)) == llama
+    assert draft_folder(TextEngineSettings(model=llama)) is None
+    assert draft_folder(TextEngineSettings(model=llama, speculative_model=llama)) == llama
     with pytest.raises(BadSetting, match="speculative_model='no such model'"):
-        _draft_folder(TextEngineSettings(model=llama, speculative_model="no such model"))
+        draft_folder(TextEngineSettings(model=llama, speculative_model="no such model"))

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from services.text_engine.models.families import load_model_config
 from services.text_engine.models.layers import Linear
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.lora.adapted import LoadedAdapters
 from services.text_engine.models.lora.adapter_files import (
     AdapterError,
@@ -270,7 +270,7 @@ def test_what_runs_when_its_adapter_goes_is_finished_with_it_and_then_its_weight
 
 
 def _request(driver: EngineDriver, request_id: str, adapter: str) -> Any:
-    from services.text_engine.engine import EngineRequest
+    from services.text_engine.engine_io import EngineRequest
     from shared.sampling import SamplingParams
 
     return EngineRequest(request_id=request_id, token_ids=tokens(5), sampling=SamplingParams(), adapter=adapter)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from services.text_engine.models.config import ConfigError, Llama3Scaling, YarnScaling
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from tests.checkpoints import LLAVA_RECIPES, RECIPES, TINY_TEXT
 from tests.conftest import CheckpointFactory
 

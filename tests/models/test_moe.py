@@ -22,8 +22,8 @@ from services.text_engine.kernels.native import NativeKernels
 from services.text_engine.kernels.native_library import load_native
 from services.text_engine.kernels.native_matmul import PackedLinear
 from services.text_engine.models.config import ConfigError
-from services.text_engine.models.families import load_model_config
 from services.text_engine.models.layers import Linear, MakeProduct
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.moe import GatedMlp, GatedProduct, MixtureOfExperts, SharedExpert
 from services.text_engine.models.quantization.on_the_fly import quantizer
 from services.text_engine.models.sharding import Shard

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from services.text_engine.core.sequence import ImageSpan, PromptLogprob
-from services.text_engine.engine import EngineRequest, TokenOutput
+from services.text_engine.engine_io import EngineRequest, TokenOutput
 from services.text_engine.events import PROMPT_TOKENS_AT_ONCE, event_of, portions
 from services.text_engine.runner import forward_pass
 from shared import sampling
 from shared.errors import InvalidRequest
 from shared.sampling import SamplingParams
-from shared.wire import PromptToken, Tokens
+from shared.wire.engine import PromptToken, Tokens
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 from tests.models.oracle import load_oracle, oracle_logits

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from services.text_engine.models.config import ConfigError, LinearScaling, ModelConfig
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 
 # Only what differs from transformers' defaults is written there.
 CONFIGS: Final[dict[str, dict[str, Any]]] = {

@@ -21,7 +21,7 @@ from services.text_engine.kernels.grouped_weight import GroupedWeight
 from services.text_engine.kernels.native_library import load_native
 from services.text_engine.kernels.native_quantized import NativeQuantizedLinear
 from services.text_engine.models.config import ConfigError
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.quantization import compressed_tensors, gguf_file
 from services.text_engine.models.quantization.formats import load_format
 from services.text_engine.models.quantization.on_the_fly import quantizer

@@ -14,7 +14,7 @@ from services.text_engine.tokenizer import Tokenizer
 from shared.errors import InvalidRequest
 from shared.reasoning import REASONING_MARKS, ReasoningFormat, ReasoningStart
 from shared.sampling import Constraint
-from shared.wire import ChatMessage, TextPart
+from shared.wire.engine import ChatMessage, TextPart
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 from tests.tiny_tokenizer import CHAT_TEMPLATE

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from services.text_engine.core.batch import Draft, DraftMethod, SampledToken, ScheduledSequence
-from services.text_engine.core.scheduler import Drafter
 from services.text_engine.core.sequence import ImageSpan, Sequence
-from services.text_engine.core.speculation import DraftCounts, PromptLookupDrafter, StepCosts
+from services.text_engine.core.speculation.interface import DraftCounts, Drafter
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.core.speculation.step_costs import StepCosts
 from services.text_engine.metrics import EngineMetrics
 from services.text_engine.runner.acceptance import sample_and_accept
 from services.text_engine.runner.sampler import Sampler

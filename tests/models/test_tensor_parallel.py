@@ -17,7 +17,7 @@ import torch
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.kernels import reference
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.sharding import Shard, head_rows_of_a_rank
 from services.text_engine.models.weights import load_decoder, parameter_shapes
 from services.text_engine.runner.tensor_parallel import RankFailed

@@ -12,7 +12,8 @@ from services.text_engine.chat_template import VICUNA, ChatTemplate
 from services.text_engine.prompt import PromptBuilder
 from services.text_engine.tokenizer import Tokenizer
 from services.text_engine.tool_prompt import parsed_calls, spell_tools
-from shared.wire import ChatMessage, ImagePart, ImageRef, TextPart
+from shared.wire.engine import ChatMessage, ImagePart, TextPart
+from shared.wire.images import ImageRef
 from tests.conftest import CheckpointFactory
 from tests.tiny_tokenizer import CHAT_TEMPLATE
 

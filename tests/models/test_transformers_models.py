@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.models.config import ConfigError
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.transformers_decoder import load_transformers_decoder
 from services.text_engine.runner.kv_cache import BLOCK_SIZE
 from tests.checkpoints import TINY_TEXT, randomise

@@ -24,14 +24,14 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from services.text_engine.core.scheduler import GROWTH_BLOCKS
 from services.text_engine.models.config import ConfigError
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.families.features import normalize
 from services.vision_encoder.families.qwen2_5_vl import window_order
 from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.preprocessing.native_resolution import WithinBox, WithinBudget
 from services.vision_encoder.preprocessing.split_tiles import SplitTiles
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 from tests.conftest import CheckpointFactory
 from tests.models.split_system import Oracle, SplitSystem, load_processor, picture
 from tests.models.test_engine import bytes_per_block

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.kernels import reference
-from services.text_engine.models.families import load_model_config
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.sharding import Shard
 from services.text_engine.models.weights import CheckpointError, CheckpointWeights, RandomWeights, load_decoder
 from shared.torch_io import Checkpoint

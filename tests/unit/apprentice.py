@@ -5,9 +5,10 @@ It says what the scheduler's model will say, unless a key that it reads is wrong
 
 from __future__ import annotations
 
-from services.text_engine.core.draft_model import DraftModelDrafter, DraftRow
 from services.text_engine.core.sequence import Sequence
-from services.text_engine.core.speculation import PromptLookupDrafter, StepCosts
+from services.text_engine.core.speculation.draft_model import DraftModelDrafter, DraftRow
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.core.speculation.step_costs import StepCosts
 from tests.unit.test_scheduler import Driver, content, next_word
 
 FREE = StepCosts([(1, 1.0), (256, 1.0)])

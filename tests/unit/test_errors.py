@@ -26,7 +26,7 @@ from shared.errors import (
     error_from_body,
 )
 from shared.http_errors import wire_error
-from shared.wire import WireError
+from shared.wire.common import WireError
 
 ALL_ERRORS = sorted(
     (cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, DiptychError)),

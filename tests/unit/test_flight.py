@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from services.vision_encoder.flight import Flight
-from shared.wire import Encoded, ImageMetadata
+from shared.wire.encoder import Encoded
+from shared.wire.images import ImageMetadata
 
 
 async def test_a_follower_that_leaves_does_not_call_off_what_another_has_been_promised():

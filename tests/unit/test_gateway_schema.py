@@ -10,8 +10,9 @@ import pytest
 from services.gateway.body import parse
 from services.gateway.messages import affinity_parts, check_contents, image_sources, to_wire
 from services.gateway.schema import ChatRequest, CompletionRequest, TextContent, wire_sampling
-from shared import wire
 from shared.errors import InvalidRequest, UnsupportedFeature
+from shared.wire.engine import ImagePart, TextPart
+from shared.wire.images import ImageRef
 
 HELLO = [{"role": "user", "content": "hi"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -29,8 +30,8 @@ def sent(body: ChatRequest | CompletionRequest) -> dict[str, Any]:
     return wire_sampling(body.sampling())
 
 
-def ref(number: int) -> wire.ImageRef:
-    return wire.ImageRef(image_key=f"{number:064x}", num_tokens=9, width=3, height=3)
+def ref(number: int) -> ImageRef:
+    return ImageRef(image_key=f"{number:064x}", num_tokens=9, width=3, height=3)
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------------
@@ -202,12 +203,12 @@ def test_messages_and_parts_keep_their_order_and_literal_placeholders_stay_text(
     parts = [{"type": "text", "text": "A <image>"}, PICTURE, {"type": "text", "text": "B"}, PICTURE]
     body = chat(messages=[{"role": "system", "content": "<image>"}, {"role": "user", "content": parts}])
     system, user = to_wire(body.messages, [ref(1), ref(2)])
-    assert system.content == [wire.TextPart(text="<image>")]
+    assert system.content == [TextPart(text="<image>")]
     assert user.content == [
-        wire.TextPart(text="A <image>"),
-        wire.ImagePart(image=ref(1)),
-        wire.TextPart(text="B"),
-        wire.ImagePart(image=ref(2)),
+        TextPart(text="A <image>"),
+        ImagePart(image=ref(1)),
+        TextPart(text="B"),
+        ImagePart(image=ref(2)),
     ]
     assert [source.param for source in image_sources(body.messages)] == [
         "messages[1].content[1].image_url",

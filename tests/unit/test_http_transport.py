@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import ssl
 import struct
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import uvloop
 
 from shared import http_transport
-from shared.http_transport import MAX_BUFFERED_BYTES, MAX_HEAD_BYTES, HttpTransport
+from shared.http_transport import MAX_BUFFERED_BYTES, MAX_HEAD_BYTES, Connection, HttpTransport
 from tests.authority import Authority
 from tests.ports import refusing_port
 
@@ -364,6 +366,67 @@ async def test_who_says_nothing_is_waited_for_no_longer_than_was_allowed():
     async with talking(silent) as (_, client):
         with pytest.raises(httpx.ReadTimeout, match=r"no more of the answer came within 0\.1 s"):
             await client.get("/", timeout=0.1)
+
+
+async def test_every_piece_of_an_answer_has_the_time_for_reading_to_itself():
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED)
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            writer.write(b"2\r\nhi\r\n")
+        await reader.read()
+
+    async with talking(slow) as (_, client), client.stream("GET", "/", timeout=0.6) as response:
+        chunks, received = response.aiter_raw(), b""
+        while received != b"hi" * 4:
+            received += await anext(chunks)
+        async with asyncio.timeout(2):
+            with pytest.raises(httpx.ReadTimeout):
+                await anext(chunks)
+
+
+async def test_a_shorter_time_is_kept_on_a_connection_that_has_waited_with_a_longer_one():
+    num_asked = 0
+
+    async def hesitant(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        while True:
+            await read_request(reader)
+            num_asked += 1
+            if num_asked == 1:
+                writer.write(OK)
+
+    async with talking(hesitant) as (server, client):
+        await client.get("/", timeout=60)
+        async with asyncio.timeout(5):
+            with pytest.raises(httpx.ReadTimeout, match=r"no answer came within 0\.1 s"):
+                await client.get("/", timeout=0.1)
+    assert (num_asked, server.num_connections) == (2, 1)
+
+
+async def test_no_timer_is_left_of_an_answer_that_was_read_or_given_up(monkeypatch: pytest.MonkeyPatch):
+    """It would keep the connection, and all that it holds, until the time for reading is over."""
+    connections: list[weakref.ref[Connection]] = []
+
+    class Watched(Connection):
+        def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+            super().__init__(loop)
+            connections.append(weakref.ref(self))
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED + b"2\r\nhi\r\n")
+        await reader.read()
+
+    monkeypatch.setattr(http_transport, "Connection", Watched)
+    async with talking(answering(OK)) as (_, client):
+        await client.get("/", timeout=60)
+    async with talking(endless) as (_, client), client.stream("GET", "/", timeout=60) as response:
+        await anext(response.aiter_raw())
+    assert len(connections) == 2
+    del response
+    await eventually(lambda: gc.collect() >= 0 and not any(each() for each in connections))
 
 
 async def test_a_request_must_be_taken_as_a_whole_within_the_time_for_writing():

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.text_engine.core.prompt_lookup import (
+from services.text_engine.core.sequence import Sequence
+from services.text_engine.core.speculation.prompt_lookup import (
     MAX_MATCH,
     MAX_OCCURRENCES,
     MAX_TOKENS_AT_ONCE,
@@ -18,8 +19,8 @@ from services.text_engine.core.prompt_lookup import (
     PRIOR_HIT_RATES,
     PromptLookup,
 )
-from services.text_engine.core.sequence import Sequence
-from services.text_engine.core.speculation import PromptLookupDrafter, StepCosts
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.core.speculation.step_costs import StepCosts
 from shared.sampling import SamplingParams
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.reasoning import ReasoningParser, ReasoningReader
 from shared.reasoning import REASONING_MARKS, ReasoningFormat
-from shared.wire import Tokens
+from shared.wire.engine import Tokens
 
 FORMATS: list[ReasoningFormat] = list(REASONING_MARKS)
 # What texts around marks are made of: the marks, their beginnings, and what must not be taken for them.

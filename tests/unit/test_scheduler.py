@@ -15,8 +15,9 @@ import pytest
 from services.text_engine.core.batch import Batch, Logprobs, SampledToken, ScheduledSequence
 from services.text_engine.core.block_manager import BlockManager
 from services.text_engine.core.block_pool import BlockPool
-from services.text_engine.core.scheduler import Drafter, Scheduler, StepOutput
+from services.text_engine.core.scheduler import Scheduler, StepOutput
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
+from services.text_engine.core.speculation.interface import Drafter
 from services.text_engine.core.stopping import Finish
 from shared.sampling import SamplingParams
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.text_engine.core.batch import Draft
-from services.text_engine.core.speculation import (
+from services.text_engine.core.speculation.draft_choice import (
     CAUTION,
     MAX_GUESSING_ROWS,
-    DraftCounts,
-    PromptLookupDrafter,
-    StepCosts,
-    StepRoom,
+    UndraftedStep,
     choose,
     could_pay,
 )
+from services.text_engine.core.speculation.interface import DraftCounts
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.core.speculation.step_costs import StepCosts
 from tests.unit.test_scheduler import make_sequence
 
 FREE = StepCosts([(1, 1.0), (64, 1.0)])
@@ -38,24 +38,24 @@ def test_a_longer_step_never_counts_as_cheaper_than_a_shorter_one():
 
 
 def test_where_nothing_is_known_of_longer_steps_nothing_is_tried():
-    assert not could_pay(StepCosts([(1, 3.0)]), StepRoom(1, 1, 9))
+    assert not could_pay(StepCosts([(1, 3.0)]), UndraftedStep(1, 1, 9))
 
 
 def test_free_tokens_are_all_verified_and_dear_ones_never():
     sure = [[0.9, 0.8], [0.5]]
-    assert choose(sure, FREE, StepRoom(2, 2, 9)).lengths == [2, 1]
-    assert choose(sure, BY_THE_TOKEN, StepRoom(2, 2, 9)).lengths == [0, 0]
+    assert choose(sure, FREE, UndraftedStep(2, 2, 9)).lengths == [2, 1]
+    assert choose(sure, BY_THE_TOKEN, UndraftedStep(2, 2, 9)).lengths == [0, 0]
 
 
 def test_a_lonely_answer_verifies_many_guesses_and_a_full_batch_none():
     good = [0.9**n for n in range(1, 9)]
-    assert choose([good], SMALL_CPU, StepRoom(1, 1, 99)).lengths[0] >= 7
-    assert not could_pay(SMALL_CPU, StepRoom(32, 32, 99))
-    assert sum(choose([good] * 32, SMALL_CPU, StepRoom(32, 32, 99)).lengths) == 0
+    assert choose([good], SMALL_CPU, UndraftedStep(1, 1, 99)).lengths[0] >= 7
+    assert not could_pay(SMALL_CPU, UndraftedStep(32, 32, 99))
+    assert sum(choose([good] * 32, SMALL_CPU, UndraftedStep(32, 32, 99)).lengths) == 0
 
 
 def test_what_is_left_of_a_step_goes_to_the_likeliest_guesses():
-    choice = choose([[0.5, 0.3], [0.9, 0.7, 0.4]], FREE, StepRoom(2, 2, 3))
+    choice = choose([[0.5, 0.3], [0.9, 0.7, 0.4]], FREE, UndraftedStep(2, 2, 3))
     assert choice.lengths == [1, 2]
     assert choice.num_tokens == 5
     assert choice.num_expected == pytest.approx(2 + CAUTION * (0.5 + 0.9 + 0.7))
@@ -80,7 +80,7 @@ def test_no_other_choice_would_make_more_tokens_a_second(
         num_tokens = num_decodes + num_prompt_tokens + sum(lengths)
         return (num_decodes + CAUTION * expected) / costs.seconds(num_tokens)
 
-    choice = choose(chances, costs, StepRoom(num_decodes, num_decodes + num_prompt_tokens, max_draft_tokens))
+    choice = choose(chances, costs, UndraftedStep(num_decodes, num_decodes + num_prompt_tokens, max_draft_tokens))
     choices = itertools.product(*(range(len(draft) + 1) for draft in chances))
     best = max(tokens_a_second(lengths) for lengths in choices if sum(lengths) <= max_draft_tokens)
     assert sum(choice.lengths) <= max_draft_tokens

@@ -13,7 +13,7 @@ from services.gateway.streaming import ChatChunks, ChunkTail, CompletionChunks, 
 from services.gateway.tool_calls import NumberedCall, ToolCall
 from services.gateway.trace import Trace
 from shared.errors import UpstreamFailed
-from shared.wire import Finished, TokenLogprob, Tokens
+from shared.wire.engine import Finished, TokenLogprob, Tokens
 
 
 def tail(**options: bool) -> ChunkTail:

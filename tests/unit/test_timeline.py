@@ -14,11 +14,13 @@ from services.gateway.balancer import Pool
 from services.gateway.encoding import Encoding
 from services.gateway.timeline import GATEWAY, MAX_SPANS, ImageStory, Span, Timeline
 from services.text_engine.core.sequence import ImageSpan
-from services.text_engine.engine import EngineRequest, RequestFinished
+from services.text_engine.engine_io import EngineRequest, RequestFinished
 from services.text_engine.request_timeline import FetchLog, embedding_sources, stage_spans
 from services.vision_encoder.stage_clock import StageClock
 from shared.sampling import SamplingParams
-from shared.wire import Encoded, EncoderInfo, ImageRef, StageSpan
+from shared.wire.common import StageSpan
+from shared.wire.encoder import Encoded, EncoderInfo
+from shared.wire.images import ImageRef
 
 A, B = "a" * 64, "b" * 64
 SECONDS = st.floats(0, 100, allow_nan=False)

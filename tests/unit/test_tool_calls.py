@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.gateway.output_schema import ToolFunction
 from services.gateway.tool_calls import ToolCall, ToolCallParser, ToolReader, calls_grammar
-from shared.wire import Tokens, ToolFormat
+from shared.wire.engine import Tokens, ToolFormat
 
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama3_json", "mistral")
 LOOK = '{"name": "look", "arguments": {"at": "the cat"}}'

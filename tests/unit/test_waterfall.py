@@ -9,7 +9,8 @@ import pytest
 from bench import overlap
 from bench.overlap import Request
 from bench.waterfall import LEFT, RIGHT, WIDTH, Bar, Panel, draw
-from shared.wire import Encoded, StageSpan
+from shared.wire.common import StageSpan
+from shared.wire.encoder import Encoded
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -2,7 +2,7 @@
 many, and each step moves some of them forward within the token budget.
 
 Order within a step: sequences that wait for one token (decodes), then unfinished prompts, then waiting sequences, each
-by priority and arrival; last, guesses at how decodes go on (speculation.py). Memory pressure preempts the last of the
+by priority and arrival; last, guesses at how decodes go on (speculation/). Memory pressure preempts the last of the
 order; a preempted sequence is recomputed later. Knows nothing of tensors, text or time.
 """
 
@@ -18,7 +18,7 @@ from services.text_engine.core.batch import Batch, Draft, DraftMethod, SampledTo
 from services.text_engine.core.block_manager import BlockManager, CachedPrefix
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
-from services.text_engine.core.speculation import DraftCounts
+from services.text_engine.core.speculation.interface import DraftCounts, Drafter
 from services.text_engine.core.stopping import Finish, check_stop
 
 # Blocks kept free for each running sequence when another one starts: without them the newcomer soon preempts somebody.
@@ -30,17 +30,6 @@ class ImageSource(Protocol):
 
     def is_ready(self, sequence: Sequence, span: ImageSpan) -> bool:
         """Whether the span's rows can be read now. If not, fetching them starts or goes on."""
-        ...
-
-
-class Drafter(Protocol):
-    """Guesses at coming tokens, which a step verifies beside its other tokens."""
-
-    def propose(
-        self, sequences: list[Sequence], *, num_step_tokens: int, max_draft_tokens: int
-    ) -> dict[Sequence, Draft]:
-        """What some sequences that decode in this step may go on with: each at most its own `max_draft_tokens`, all
-        together at most those given here. The step computes `num_step_tokens` without them."""
         ...
 
 
@@ -254,7 +243,7 @@ class Scheduler:
             self._schedule_running(step, sequence, min(budget, sequence.num_uncomputed_tokens))
 
     def _try_start(self, step: _Step, sequence: Sequence, budget: int) -> bool:
-        """Admit a waiting sequence. False: room is short, so nobody behind it may overtake it."""
+        """Admit a waiting sequence. False: a slot or blocks are short, so nobody behind it may overtake it."""
         prefix = self.blocks.find_cached_prefix(sequence)
         start = prefix.num_tokens
         num_ready_tokens = self._num_ready_tokens(sequence, start)
@@ -265,16 +254,16 @@ class Scheduler:
         num_new_tokens = self._without_cuts(step, sequence, start, num_new_tokens)
         if num_new_tokens <= 0:
             return False
-        if not self._has_room(sequence, prefix):
+        if not self._can_start(sequence, prefix):
             if start + num_ready_tokens < sequence.num_tokens:
                 return True  # it would soon wait for an image: those behind it need not
-            if not self._make_room(step, sequence, prefix):
+            if not self._displace_stalled(step, sequence, prefix):
                 return False
         self.blocks.start(sequence, prefix)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = start
         grown = self.blocks.grow(sequence, start + num_new_tokens)
-        assert grown, "can_start promised room for the whole sequence"
+        assert grown, "can_start promised blocks for the whole sequence"
         self.waiting.remove(sequence)
         self.num_starts += 1
         sequence.status = SequenceStatus.RUNNING
@@ -282,8 +271,8 @@ class Scheduler:
         self._add_to_step(step, sequence, num_new_tokens)
         return True
 
-    def _has_room(self, sequence: Sequence, prefix: CachedPrefix, leaving: list[Sequence] | None = None) -> bool:
-        """A slot, and blocks for the whole sequence and for what those that run will soon write.
+    def _can_start(self, sequence: Sequence, prefix: CachedPrefix, leaving: list[Sequence] | None = None) -> bool:
+        """Whether there are a slot, and blocks for the whole sequence and for what those that run will soon write.
 
         leaving   as if these gave their places up
         """
@@ -293,15 +282,15 @@ class Scheduler:
         num_free = num_returned - GROWTH_BLOCKS * num_staying
         return num_staying < self.max_num_seqs and self.blocks.can_start(sequence, prefix, num_extra=num_free)
 
-    def _make_room(self, step: _Step, sequence: Sequence, prefix: CachedPrefix) -> bool:
-        """Let a sequence that needs nothing but room have that of sequences that can only wait for an image: nobody
+    def _displace_stalled(self, step: _Step, sequence: Sequence, prefix: CachedPrefix) -> bool:
+        """Let a sequence that needs nothing but a place have that of sequences that can only wait for an image: nobody
         waits for other people's images. No two change places for ever, since those would not be let in this way."""
         stalled = self._stalled(step)
-        if not stalled or not self._has_room(sequence, prefix, leaving=stalled):
+        if not stalled or not self._can_start(sequence, prefix, leaving=stalled):
             return False
-        while stalled and not self._has_room(sequence, prefix):
+        while stalled and not self._can_start(sequence, prefix):
             self._set_aside(stalled.pop())
-        return self._has_room(sequence, prefix)
+        return self._can_start(sequence, prefix)
 
     def _is_being_computed(self, step: _Step, sequence: Sequence, num_blocks_done: int) -> bool:
         """Whether most of what this sequence still needs is computed in this very step for another one: then it waits

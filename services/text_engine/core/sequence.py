@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from services.text_engine.core.draft_progress import DraftProgress
-from services.text_engine.core.prompt_lookup import PromptLookup
+from services.text_engine.core.speculation.draft_progress import DraftProgress
+from services.text_engine.core.speculation.prompt_lookup import PromptLookup
 from shared.sampling import SamplingParams
-from shared.wire import Attention
+from shared.wire.images import Attention
 
 PRIORITY_HEAD_START = 1000
 
@@ -44,7 +44,7 @@ class ImageSpan:
     An image may have several spans, with text of its own between them.
 
     first_row   the row of the embedding that stands at `start`
-    grid        the image's; see shared.wire.ImageMetadata
+    grid        the image's; see shared.wire.images.ImageMetadata
     attention   "bidirectional": each position sees the whole span
     """
 

@@ -21,7 +21,7 @@ from services.text_engine.kernels.native_quantized import UnpackingLinear
 from services.text_engine.models.config import ModelConfig, MoeConfig
 from services.text_engine.models.decoder import Decoder
 from services.text_engine.models.expert_tensors import SeparateExperts, TensorSource
-from services.text_engine.models.families import FAMILIES
+from services.text_engine.models.families.registry import FAMILIES
 from services.text_engine.models.layers import (
     Adapt,
     Linear,

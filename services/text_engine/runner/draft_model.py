@@ -1,7 +1,7 @@
 """The draft model on its device: takes in tokens of sequences and says what it thinks comes next.
 
-Its KV cache has the target's block numbers. Which tokens it lacks, and how many guesses are wanted, core/draft_model.py
-decides; nothing here is sampled, and nothing it does can change an answer.
+Its KV cache has the target's block numbers. Which tokens it lacks, and how many guesses are wanted,
+core/speculation/draft_model.py decides; nothing here is sampled, and nothing it does can change an answer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from services.text_engine.attention.interface import AttentionBackend
-from services.text_engine.core.draft_model import DraftRow
 from services.text_engine.core.sequence import Sequence
+from services.text_engine.core.speculation.draft_model import DraftRow
 from services.text_engine.models.interface import CausalModel
 from services.text_engine.runner.batch_tensors import BatchArrays
 from services.text_engine.runner.cuda_graphs import graph_memory_bytes, graph_sizes
@@ -64,7 +64,7 @@ class _Feed(NamedTuple):
 
 
 class DraftRunner:
-    """Satisfies `core.draft_model.DraftModel`.
+    """Satisfies `core.speculation.draft_model.DraftModel`.
 
     num_blocks    of the target's KV cache
     vocab_size    ids that it knows

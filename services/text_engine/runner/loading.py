@@ -13,7 +13,7 @@ from services.text_engine.attention.cpu_backend import CpuAttention
 from services.text_engine.attention.interface import AttentionBackend
 from services.text_engine.attention.torch_reference import TorchReferenceAttention
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.core.speculation import MAX_GUESSING_ROWS
+from services.text_engine.core.speculation.draft_choice import MAX_GUESSING_ROWS
 from services.text_engine.kernels import reference
 from services.text_engine.kernels.grouped_weight import GroupedWeight
 from services.text_engine.kernels.interface import Kernels
@@ -24,9 +24,9 @@ from services.text_engine.kernels.native_matmul import WIDENED_DTYPES, PackedLin
 from services.text_engine.kernels.native_quantized import NativeQuantizedLinear, UnpackingLinear
 from services.text_engine.kernels.quant_layout import from_grouped
 from services.text_engine.models.config import ModelConfig
-from services.text_engine.models.families import load_model_config
 from services.text_engine.models.interface import CausalModel
 from services.text_engine.models.layers import Linear, MakeProduct, MakeQuantizedProduct, Product
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.lora.adapted import LoadedAdapters
 from services.text_engine.models.quantization.on_the_fly import quantizer
 from services.text_engine.models.sharding import Shard

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from services.text_engine.core.speculation import StepCosts
+from services.text_engine.core.speculation.step_costs import StepCosts
 from services.text_engine.runner.batch_tensors import BatchArrays
 
 MAX_TOKENS: Final = 128

@@ -27,7 +27,7 @@ from services.vision_encoder.rotary_tower import RmsNorm
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import PROJECTOR_PREFIXES, WeightReader
 from shared.torch_io import Checkpoint
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 BEFORE_IMAGE: Final = "\n\n<start_of_image>"
 AFTER_IMAGE: Final = "<end_of_image>\n\n"

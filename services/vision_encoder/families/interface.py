@@ -19,7 +19,7 @@ from services.vision_encoder.preprocessing.registry import to_json
 from shared.cuda_capture import Capture
 from shared.hashing import digest
 from shared.torch_io import dtype_name
-from shared.wire import Detail, ImageMetadata
+from shared.wire.images import Detail, ImageMetadata
 
 # "Low detail" where a picture may have any size: within so many pixels squared, as OpenAI defines it.
 LOW_DETAIL_SIDE: Final = 512

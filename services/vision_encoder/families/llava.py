@@ -15,7 +15,7 @@ from services.vision_encoder.preprocessing.single_tile import load_single_tile
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader
 from shared.torch_io import Checkpoint
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 
 def load_llava(folder: Path, config: dict[str, Any]) -> Tiled:

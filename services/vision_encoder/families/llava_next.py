@@ -31,7 +31,7 @@ from services.vision_encoder.towers import TowerConfig, VisionTower
 from services.vision_encoder.weights import WeightReader
 from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 # What the configs mean where a checkpoint is silent.
 NEXT_RESOLUTIONS: Final = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]

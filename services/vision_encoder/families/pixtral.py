@@ -26,7 +26,7 @@ from services.vision_encoder.rotary_tower import (
 from services.vision_encoder.weights import PROJECTOR_PREFIXES, TOWER_PREFIXES, WeightReader, load_projector, prepare
 from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 LINE_END: Final = "[IMG_BREAK]"
 IMAGE_END: Final = "[IMG_END]"

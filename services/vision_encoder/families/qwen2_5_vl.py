@@ -26,7 +26,7 @@ from services.vision_encoder.rotary_tower import (
 from services.vision_encoder.weights import WeightReader, prepare
 from shared.cuda_capture import Capture
 from shared.torch_io import Checkpoint
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 PREFIXES: Final = ("visual.", "model.visual.")
 NORM_EPS: Final = 1e-6

@@ -17,7 +17,7 @@ from services.vision_encoder.preprocessing.split_tiles import SplitTiles, load_s
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import WeightReader
 from shared.torch_io import Checkpoint
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 CONNECTOR_PREFIXES: Final = ("model.connector.", "connector.")
 FAKE_TOKEN: Final = "<fake_token_around_image>"  # noqa: S105 - a token's spelling

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from services.vision_encoder.families.interface import Family, PreparedImage, fingerprint
 from services.vision_encoder.preprocessing.interface import Preprocessing
 from shared.cuda_capture import Capture
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 
 class Features(Protocol):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 
 from services.text_engine.models.config import ModelConfig
-from services.text_engine.models.families import FAMILIES
+from services.text_engine.models.families.registry import FAMILIES
 from services.text_engine.models.weights import MAX_NAMES_SHOWN, parameter_shapes
 from shared.hashing import digest
 

@@ -1,4 +1,4 @@
-"""Room: whether a replica would queue another request, as it said itself with its last answer.
+"""When a replica will queue another request, as it said itself with its last answer.
 
 An engine knows its queue; a gateway only repeats what it has heard, so that what would be refused is not sent.
 """
@@ -12,25 +12,25 @@ from typing import Final
 LONGEST_BELIEF_S: Final = 1.0
 
 
-class Room:
-    """Times are those of whatever clock `now` is read from."""
+class QueueForecast:
+    """What one replica said of its queue. Times are those of whatever clock `now` is read from."""
 
     def __init__(self) -> None:
         self._priority = 0  # it is full for this one and those that come after it
         self._opens_at = -math.inf
         self._believed_until = -math.inf
 
-    def told(self, priority: int, room_in_s: float, now: float) -> None:
+    def told(self, priority: int, opens_in_s: float, now: float) -> None:
         """The replica would let a request of this priority in after so many seconds; 0: at once.
 
         How long the less urgent have to wait says nothing to those for whom it was full already.
         """
-        if room_in_s > 0 and self.is_full(now) and priority > self._priority:
+        if opens_in_s > 0 and self.is_full(now) and priority > self._priority:
             return
-        if room_in_s > 0:
+        if opens_in_s > 0:
             self._priority = min(priority, self._priority) if self.is_full(now) else priority
-            self._opens_at = now + room_in_s
-            self._believed_until = now + min(room_in_s, LONGEST_BELIEF_S)
+            self._opens_at = now + opens_in_s
+            self._believed_until = now + min(opens_in_s, LONGEST_BELIEF_S)
         elif priority >= self._priority:
             self._opens_at = self._believed_until = now
 

@@ -12,19 +12,19 @@ from collections.abc import Sequence as AbstractSequence
 from typing import Final, NamedTuple, Protocol
 
 from services.text_engine.core.batch import Draft
-from services.text_engine.core.draft_progress import DraftProgress, HitRate
-from services.text_engine.core.drafted_blocks import DraftedBlocks
 from services.text_engine.core.sequence import Sequence
-from services.text_engine.core.speculation import (
+from services.text_engine.core.speculation.draft_choice import (
     CAUTION,
     Guess,
-    PromptLookupDrafter,
-    StepCosts,
-    StepRoom,
+    UndraftedStep,
     choose,
     choose_drafts,
     could_pay,
 )
+from services.text_engine.core.speculation.draft_progress import DraftProgress, HitRate
+from services.text_engine.core.speculation.drafted_blocks import DraftedBlocks
+from services.text_engine.core.speculation.prompt_lookup_drafter import PromptLookupDrafter
+from services.text_engine.core.speculation.step_costs import StepCosts
 
 MAX_CATCH_UP_TOKENS: Final = 256  # that the draft model takes in beside one step: a long prompt is several steps' work
 PAYBACK_TOKENS: Final = 64  # that an answer may have at least before what its row is behind has to have paid
@@ -107,19 +107,19 @@ class DraftModelDrafter:
         self, sequences: AbstractSequence[Sequence], *, num_step_tokens: int, max_draft_tokens: int
     ) -> dict[Sequence, Draft]:
         """See `Drafter.propose`."""
-        room = StepRoom(len(sequences), num_step_tokens, max_draft_tokens)
-        if not could_pay(self.lookup.costs, room):
+        step = UndraftedStep(len(sequences), num_step_tokens, max_draft_tokens)
+        if not could_pay(self.lookup.costs, step):
             return {}
         guesses = self.lookup.guesses(sequences)
         candidates = self._candidates(sequences, guesses)
-        num_asked, length = plan_drafting(candidates, guesses, self.lookup.costs, self.costs, room)
+        num_asked, length = plan_drafting(candidates, guesses, self.lookup.costs, self.costs, step)
         for candidate in candidates[num_asked:]:
             candidate.progress.hit_rate.forget_a_little()
         if num_asked:
             guesses |= self._guess(candidates[:num_asked], length)
         else:
             self.hit_rate.forget_a_little()
-        return choose_drafts(guesses, self.lookup.costs, room)
+        return choose_drafts(guesses, self.lookup.costs, step)
 
     def _candidates(self, sequences: AbstractSequence[Sequence], guesses: Mapping[Sequence, Guess]) -> list[Candidate]:
         """Those for which the model's guesses are likelier to hold than one out of the text, the best first."""
@@ -198,7 +198,7 @@ def plan_drafting(
     guesses: Mapping[Sequence, Guess],
     costs: StepCosts,
     draft_costs: StepCosts,
-    room: StepRoom,
+    step: UndraftedStep,
 ) -> tuple[int, int]:
     """How many of the candidates to ask the model for, and for how many tokens each, so that drafting and verifying
     make the most tokens a second together; nobody if that is without the model.
@@ -209,9 +209,9 @@ def plan_drafting(
     if not candidates:
         return 0, 0
     may_be_asked = {candidate.sequence for candidate in candidates}
-    best = choose([guess.chances for guess in guesses.values()], costs, room).tokens_per_s
-    others = choose([guess.chances for s, guess in guesses.items() if s not in may_be_asked], costs, room)
-    num_left = room.max_draft_tokens - (others.num_tokens - room.num_tokens)
+    best = choose([guess.chances for guess in guesses.values()], costs, step).tokens_per_s
+    others = choose([guess.chances for s, guess in guesses.items() if s not in may_be_asked], costs, step)
+    num_left = step.max_draft_tokens - (others.num_tokens - step.num_tokens)
     num_asked, length = 0, 0
     for num_rows in range(1, len(candidates) + 1):
         rows = candidates[:num_rows]

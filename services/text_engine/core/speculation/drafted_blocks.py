@@ -4,9 +4,9 @@ later than the target does, or never: what the prefix cache gives to a sequence 
 
 from __future__ import annotations
 
-from services.text_engine.core.draft_progress import DraftProgress
 from services.text_engine.core.prefix_hash import extend_block_hashes
 from services.text_engine.core.sequence import Sequence
+from services.text_engine.core.speculation.draft_progress import DraftProgress
 
 
 class DraftedBlocks:
