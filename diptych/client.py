@@ -58,12 +58,17 @@ class Answer:
         return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
+def server_url(text: str) -> str:
+    """ "127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1" -> "http://127.0.0.1:8000" """
+    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 class Client:
     """Asks a running server: `with Client() as client: client.ask("What is in the picture?", ["cat.png"]).text`."""
 
     def __init__(self, base_url: str = "http://127.0.0.1:8000", *, api_key: str | None = None) -> None:
         """base_url   with or without the /v1 that OpenAI's clients want, and the http:// that people leave out"""
-        base_url = (base_url if "://" in base_url else f"http://{base_url}").rstrip("/").removesuffix("/v1")
+        base_url = server_url(base_url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A proxy from the environment cannot reach this machine's loopback.
         is_local = httpx.URL(base_url).host in ("127.0.0.1", "localhost", "::1")

@@ -1,4 +1,6 @@
-"""The help of a command in a page as narrow as it must be: an option's name on a line of its own, its meaning below.
+"""A command of ours: its help, and what it says of words that it cannot read.
+
+The help is a page as narrow as it must be: an option's name on a line of its own, its meaning below.
 
 Typer's own tables give every name, type and meaning a column, and cut what does not fit into 80 characters.
 """
@@ -9,17 +11,28 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import typer
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 from typer.core import TyperArgument, TyperCommand
 
-from diptych.options import describe
+from diptych import foreign_flags
+from diptych.options import describe, in_words
+from diptych.usage import in_our_words
 
 MAX_WIDTH = 100  # longer lines are hard to read, however wide the terminal is
 
 
 class Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        foreign_flags.refuse(_name(ctx), args, own)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            raise in_our_words(error) from None
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         console = Console(highlight=False)
         console.width = min(console.width, MAX_WIDTH)
@@ -47,6 +60,11 @@ class Command(TyperCommand):
             usual = "Arguments" if isinstance(param, TyperArgument) else "Options"
             panels.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(param)
         return {title: params for title, params in panels.items() if params}
+
+
+def _name(ctx: Any) -> str:
+    """ "serve", "bench run" """
+    return "" if ctx.parent is None else f"{_name(ctx.parent)} {ctx.info_name}".strip()
 
 
 def _paragraph(text: str) -> RenderableType:
@@ -86,5 +104,5 @@ def _additions(param: Any, ctx: Any) -> Iterable[str]:
     if param.envvar and param.show_envvar:
         yield "also " + ", ".join([param.envvar] if isinstance(param.envvar, str) else param.envvar)
     default = param.get_default(ctx, call=False)
-    if param.show_default and default not in (None, "") and not isinstance(default, bool):
-        yield f"default: {default}"
+    if param.show_default and default not in (None, "") and not param.is_eager:
+        yield f"default: {in_words(default)}"

@@ -26,9 +26,10 @@ from diptych.options import Given, as_flags
 from diptych.processes import Command, Probe, StartFailed, Supervisor
 from diptych.progress import Lines, starting
 from shared import resources
-from shared.sizes import parse_size
+from shared.sizes import format_size, parse_size
 
 PROBE_TIMEOUT_S = 2.0
+LEAST_CACHE_BYTES = 16 << 20
 
 FRONT_CERT_FILE = "DIPTYCH_GATEWAY_FRONT_CERT_FILE"
 SERVICE_TOKEN = "DIPTYCH_SERVICE_TOKEN"  # noqa: S105 - the variable's name
@@ -41,17 +42,23 @@ GATEWAY_STAGE, PANEL_STAGE, CACHE_STAGE = 0, 1, 2
 class Plan:
     """What to run.
 
-    engine        settings of the text engines, as on their own command line
+    served_model_name   in requests and answers; None: the model's own
+    engine              settings of the text engines, as on their own command line
     cache_memory_bytes  of the embedded Valkey's cache; 0: no limit
     """
 
     model: Model
+    served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     num_vision_encoders: int = 1
     num_text_engines: int = 1
     engine: Given = field(default_factory=dict)
     cache_memory_bytes: int = 512 << 20
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.name
 
     @property
     def base_url(self) -> str:
@@ -103,11 +110,17 @@ def given_threads() -> int | None:
 
 
 def cache_memory_bytes(size: str) -> int:
-    """Raises BadSetting for what is no size."""
+    """Raises BadSetting for what is no size, and for one in which hardly a picture would stay."""
     try:
-        return parse_size(size)
+        size_bytes = parse_size(size)
     except ValueError as error:
         raise BadSetting(f"--cache-memory {shlex.quote(size)} {error}") from None
+    if 0 < size_bytes < LEAST_CACHE_BYTES:
+        raise BadSetting(
+            f"--cache-memory {shlex.quote(size)} is {format_size(size_bytes)}, too little for the embeddings of a few "
+            f"pictures; give {format_size(LEAST_CACHE_BYTES)} or more with its unit, e.g. 512MiB, or 0 for no limit"
+        )
+    return size_bytes
 
 
 def commands(plan: Plan, console: Console) -> list[Command]:
@@ -131,12 +144,12 @@ def commands(plan: Plan, console: Console) -> list[Command]:
 
 
 def _encoder(name: str, port: int, plan: Plan, env: Mapping[str, str]) -> Command:
-    words = ["vision-encoder", str(plan.model.folder), f"--served-model-name={plan.model.name}"]
+    words = ["vision-encoder", str(plan.model.folder), f"--served-model-name={plan.model_name}"]
     return _service(name, port, words, env, PANEL_STAGE)
 
 
 def _engine(name: str, port: int, plan: Plan, env: Mapping[str, str]) -> Command:
-    given = {"served_model_name": plan.model.name, **plan.engine}
+    given = {"served_model_name": plan.model_name, **plan.engine}
     return _service(name, port, ["text-engine", str(plan.model.folder), *as_flags(given)], env, PANEL_STAGE)
 
 

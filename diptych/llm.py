@@ -24,14 +24,15 @@ from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.core.batch import Logprobs
 from services.text_engine.core.sequence import PromptLogprob
-from services.text_engine.engine import EngineRequest, RequestFailed, RequestFinished, TokenOutput
+from services.text_engine.engine_io import EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from services.text_engine.prompt import Prompt
 from services.vision_encoder.families.interface import PreparedImage
 from shared.errors import DiptychError, InvalidRequest
 from shared.log import get_logger
 from shared.sampling import SamplingParams
 from shared.settings import load_settings
-from shared.wire import ChatMessage, Detail, ImagePart, ImageRef, TextPart
+from shared.wire.engine import ChatMessage, ImagePart, TextPart
+from shared.wire.images import Detail, ImageRef
 
 Image = str | Path | bytes
 Message = dict[str, Any]

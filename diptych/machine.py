@@ -21,12 +21,12 @@ def cpu_flags() -> frozenset[str]:
 def port_is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now. SO_REUSEADDR as servers set it: a closing connection is no owner."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError:
-            return False
+    except (OSError, UnicodeError):  # UnicodeError: a name that no host can have
+        return False
     return True
 
 

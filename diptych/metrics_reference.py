@@ -78,7 +78,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     GatewayMetrics(gateway)
     lifecycle = Lifecycle(drain_delay_s=0, drain_timeout_s=1)
     pool: Pool[Any] = Pool(time.monotonic, random.Random(0))  # noqa: S311 - chooses nothing here
-    StateCollector(gateway, lifecycle, pool, pool, _stand_in(num_in_flight=0, sources={}), _stand_in(num_shed=0))
+    StateCollector(gateway, lifecycle, pool, pool, _stand_in(num_in_flight=0, sources={}))
     watch_cache(gateway, cache)
     identity: Any = _stand_in(use="services", expires_at=datetime.now(UTC))
     watch_certificates(gateway, [identity])

@@ -85,14 +85,19 @@ def shown(name: str, value: object) -> object:
     return format_size(value) if is_size(name) and isinstance(value, int) else value
 
 
+def in_words(default: object) -> object:
+    """A default as the help shows it: a switch is on or off."""
+    return ("on" if default else "off") if isinstance(default, bool) else default
+
+
 def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
     kind, words = describe(field.annotation)
     words = "SIZE" if is_size(name) else words
     default = None if field.is_required() else shown(name, field.default)
     text = (field.description or "").rstrip(".")
     text = text[:1].upper() + text[1:]
-    if default not in (None, "") and kind is not bool:
-        text += f"{' ' if text else ''}[dim](default: {default})[/dim]"
+    if default not in (None, ""):
+        text += f"{' ' if text else ''}[dim](default: {in_words(default)})[/dim]"
     names = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)
     option = typer.Option(names, help=text or None, metavar=words, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(

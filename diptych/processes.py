@@ -61,8 +61,8 @@ class Command:
     name: str
     argv: Sequence[str]
     probe: Probe
-    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    stdin: bytes | None = None
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # passwords are in both
+    stdin: bytes | None = field(default=None, repr=False)
     is_quiet: bool = False
     stop_stage: int = 0
     stop_timeout_s: float = 35.0
@@ -155,7 +155,8 @@ class Child:
                 return
             line = raw.decode(errors="replace").rstrip()
             self.tail.append(_ANSI.sub("", line))
-            if not self.command.is_quiet:
+            is_told_by_start = self.state == "starting" and line.startswith(REASON)
+            if not self.command.is_quiet and not is_told_by_start:
                 self._on_line(self.name, line)
 
     async def _probe(self, on_ready: Callable[[], None]) -> None:

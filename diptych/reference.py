@@ -33,10 +33,14 @@ container an environment variable; a flag wins over a variable, a variable over 
 with its name and what was wanted; a variable that begins with `DIPTYCH_` and that nothing reads brings a warning. Lists
 are separated by commas; a size is a number of bytes or has a unit: `20MiB`, or `20mb`, which is 20 million bytes.
 
+Keys, tokens and `REDIS_URL` are better given as variables: every user of a machine can read its command lines. None is
+ever shown, neither in an error nor in a log.
+
 `diptych serve` takes the text engine's flags and hands them on; settings of the gateway and the encoders reach it
-through the environment. Its `--host` and `--port` are the gateway's. The panels' model, name, host and port, where the
-gateway finds them, and `DIPTYCH_TLS_CERT_FILE`, `DIPTYCH_TLS_KEY_FILE` and `DIPTYCH_TLS_REQUIRE_CLIENT_CERT` it sets
-itself: the panels stay on loopback. It says so where the environment has them.
+through the environment. Its `--host` and `--port` are the gateway's, its `--served-model-name` is both panels'. A flag
+that vLLM, SGLang or llama.cpp calls otherwise is answered with its name here. The panels' model, name, host and port,
+where the gateway finds them, and `DIPTYCH_TLS_CERT_FILE`, `DIPTYCH_TLS_KEY_FILE` and `DIPTYCH_TLS_REQUIRE_CLIENT_CERT`
+it sets itself: the panels stay on loopback. It says so where the environment has them.
 
 This page is made from the settings by `python -m diptych.reference`; a test keeps it true.
 """

@@ -28,7 +28,7 @@ def _welcome(plan: launch.Plan, width: int) -> Panel | str:
     server = "" if plan.port == DEFAULT_PORT else f"--server {url} "
     words = 'cat.png "What is in the picture?"' if plan.model.has_vision else '"What is the capital of France?"'
     lines = [
-        f"[bold]{plan.model.name}[/bold] is ready.",
+        f"[bold]{plan.model_name}[/bold] is ready.",
         "",
         f"  chat page      {url}",
         f"  OpenAI API     {url}/v1",

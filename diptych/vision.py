@@ -17,7 +17,7 @@ from shared.device import choose_device, choose_dtype
 from shared.hashing import image_key
 from shared.image_header import read_header
 from shared.settings import load_settings
-from shared.wire import Detail, ImageRef
+from shared.wire.images import Detail, ImageRef
 
 MAX_BATCH_SIZE = 8
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from shared.settings_errors import SettingRefused
+from shared.gpus import check_device, check_dtype
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -15,8 +15,7 @@ DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 def choose_device(requested: str) -> torch.device:
     """The device called `requested`, or the best there is for "auto". Raises ValueError for a GPU that is not there."""
     has_cuda = torch.cuda.is_available()
-    if requested == "cuda" and not has_cuda:
-        raise SettingRefused("device", requested, "cannot be used: torch sees no CUDA device; use cpu or auto")
+    check_device(requested, has_gpu=has_cuda)
     return torch.device(("cuda" if has_cuda else "cpu") if requested == "auto" else requested)
 
 
@@ -25,14 +24,11 @@ def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
 
     Without it fp32 on a CPU (bf16 would be emulated, several times slower) and fp16 on a GPU. Raises ValueError.
     """
+    check_dtype(requested, device.type)
     if requested == "auto":
         if has_bfloat16(device):
             return torch.bfloat16
         return torch.float32 if device.type == "cpu" else torch.float16
-    if requested not in DTYPES:
-        raise SettingRefused("dtype", requested, f"is not one of auto, {', '.join(DTYPES)}")
-    if requested == "float16" and device.type == "cpu":
-        raise SettingRefused("dtype", requested, "is for GPUs; on a CPU use bfloat16, float32 or auto")
     return DTYPES[requested]
 
 

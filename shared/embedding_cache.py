@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared import tensor_blob
 from shared.redis_link import RedisLink
 from shared.tls import Tls
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 
 EMBEDDING_PREFIX: Final = "diptych:emb:"
 LEASE_PREFIX: Final = "diptych:lease:"
@@ -58,7 +58,7 @@ class EmbeddingCache:
 
     def __init__(
         self,
-        url: str | None,
+        url: str | SecretStr | None,
         *,
         ttl_s: float = 86_400.0,
         op_timeout_s: float = 0.3,

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
+from pydantic import SecretStr
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
@@ -34,7 +35,7 @@ class RedisLink:
 
     def __init__(
         self,
-        url: str | None,
+        url: str | SecretStr | None,
         *,
         op_timeout_s: float,
         subject: str,
@@ -101,8 +102,9 @@ class _TlsConnection(SSLConnection):
         self.ssl_context.context = tls_context
 
 
-def _connect(url: str, op_timeout_s: float, tls: Tls | None) -> Redis:
-    options: dict[str, Any] = dict(parse_url(url))
+def _connect(url: str | SecretStr, op_timeout_s: float, tls: Tls | None) -> Redis:
+    plain = url.get_secret_value() if isinstance(url, SecretStr) else url
+    options: dict[str, Any] = dict(parse_url(plain))
     if options.get("connection_class") is SSLConnection and not any(name.startswith("ssl_") for name in options):
         options |= {"connection_class": _TlsConnection, "tls_context": (tls or Tls("services")).redis_context()}
     pool = BlockingConnectionPool(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode
 
 from shared.settings_errors import (
@@ -31,32 +31,41 @@ __all__ = [
     "env_name",
     "load_settings",
     "reason_of",
+    "split_names",
 ]
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
-def _split(value: object) -> object:
+def split_names(value: object) -> object:
+    """ "a, b" -> ["a", "b"]"""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 # Separated by commas.
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_names)]
 
 
 def _blank_is_unset(value: object) -> object:
     return None if isinstance(value, str) and not value.strip() else value
 
 
-# Every service and every hosting platform knows this name, so it takes no prefix. Unset or blank: no cache.
+def _is_redis_url(url: SecretStr | None) -> SecretStr | None:
+    if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("must start with redis://, rediss:// or unix://, e.g. redis://host:6379/0")
+    return url
+
+
+# Every service and every hosting platform knows this name, so it takes no prefix. Unset or blank: no cache. A secret as
+# a whole: its password is.
 RedisUrl = Annotated[
-    str | None,
+    SecretStr | None,
     Field(
         validation_alias=AliasChoices("redis_url", "REDIS_URL"),
-        pattern=r"^(rediss?|unix)://",
         description="embeddings and uploaded files, e.g. redis://host:6379/0; none: each service keeps its own",
     ),
     BeforeValidator(_blank_is_unset),
+    AfterValidator(_is_redis_url),
 ]
 
 

@@ -1,6 +1,7 @@
 """What is said of a bad setting: its name as it was written, its value, what is allowed, what to do.
 
-`--max-model-len 0 is too small; give a whole number of at least 1`. No wording of pydantic's passes.
+`--max-model-len 0 is too small; give a whole number of at least 1`. No wording of pydantic's passes, and no secret:
+what has pydantic's type for one is named and not shown.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import AliasChoices
-from pydantic.fields import FieldInfo
+from pydantic import AliasChoices, SecretStr
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings
 
@@ -55,14 +55,28 @@ def spelled(
     argv, environ   None: this process's
     """
     flag = f"--{field.replace('_', '-')}"
-    text = shlex.quote(redact(str(value))) if str(value) else "''"
     words = sys.argv if argv is None else argv
-    if any(word in (flag, f"--no-{flag[2:]}") or word.startswith(f"{flag}=") for word in words[1:]):
-        return flag if isinstance(value, bool) else f"{flag} {text}"
+    is_flag = any(word in (flag, f"--no-{flag[2:]}") or word.startswith(f"{flag}=") for word in words[1:])
     variable = env_name(cls, field)
-    if variable in (os.environ if environ is None else environ):
-        return f"{variable}={text}"
-    return f"{field}={text}"
+    is_variable = variable in (os.environ if environ is None else environ)
+    name = flag if is_flag else variable if is_variable else field
+    if is_secret(cls.model_fields[field].annotation):
+        return f"{name} (not shown)"
+    if is_flag and isinstance(value, bool):
+        return flag
+    return f"{name}{' ' if is_flag else '='}{shown(value)}"
+
+
+def shown(value: object) -> str:
+    """A value as a shell would take it, without what may be a password before an @."""
+    before, at, behind = str(value).rpartition("@")
+    text = f"***@{behind}" if at and ":" in before else str(value)
+    return shlex.quote(redact(text)) if text else "''"
+
+
+def is_secret(annotation: Any) -> bool:
+    """Whether values of this type, or any part of them, must not be shown."""
+    return annotation is SecretStr or any(is_secret(part) for part in get_args(annotation))
 
 
 def env_name(cls: type[BaseSettings], field: str) -> str:
@@ -96,11 +110,10 @@ def explain(cls: type[BaseSettings], details: ErrorDetails, given: Mapping[str, 
         return f"{env_name(cls, field)} is not set; wanted: {info.description}"
     # A flag wins over its variable, so a variable that is set as well is not what was refused.
     where = spelled(cls, field, details["input"], environ={} if field in given else None)
-    if "SecretStr" in repr(info.annotation) or field.endswith("_keys"):
-        where = f"{where.partition('=')[0].partition(' ')[0]} (not shown)"
     if details["type"] == "value_error":
         return f"{where} {words}" if words.startswith(("is ", "must ")) else f"{where}: {words}"
-    return f"{where} {_problem(details, info)}"
+    problem = wrong_value(details, info.annotation, _limits(info.metadata))
+    return f"{where} {problem or f'is not written as it must be; wanted: {info.description}'}"
 
 
 def choices(annotation: Any) -> list[str]:
@@ -109,12 +122,16 @@ def choices(annotation: Any) -> list[str]:
     return [str(word) for literal in literals for word in get_args(literal)]
 
 
-def _problem(details: ErrorDetails, info: FieldInfo) -> str:
-    if words := choices(info.annotation):
+def wrong_value(details: ErrorDetails, annotation: Any, limits: str) -> str:
+    """What is wrong with a value and what to give instead, to be read after it; "" if its type does not tell.
+
+    limits   of a number: "from 1 to 65535"
+    """
+    if words := choices(annotation):
         close = get_close_matches(str(details["input"]), words, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         return f"is not one of {', '.join(words)}{hint}"
-    kind, limits = _kind(info.annotation), _limits(info.metadata)
+    kind = _kind(annotation)
     match details["type"]:
         case "greater_than_equal" | "greater_than":
             return f"is too small; give {kind} {limits}"
@@ -123,7 +140,7 @@ def _problem(details: ErrorDetails, info: FieldInfo) -> str:
         case _ if kind:
             return f"is not {kind}" + (f"; give one {limits}" if limits else "")
         case _:
-            return f"is not written as it must be; wanted: {info.description}"
+            return ""
 
 
 def _kind(annotation: Any) -> str:
@@ -133,8 +150,14 @@ def _kind(annotation: Any) -> str:
 
 
 def _limits(metadata: Iterable[object]) -> str:
-    """ "from 1 to 15", "of at least 1", "above 0", empty without limits"""
-    found = {name: getattr(each, name) for each in metadata for name in _LIMITS if hasattr(each, name)}
+    return limits_in_words({name: getattr(each, name) for each in metadata for name in _LIMITS if hasattr(each, name)})
+
+
+def limits_in_words(found: Mapping[str, float]) -> str:
+    """ "from 1 to 15", "of at least 1", "above 0", empty without limits
+
+    found   ge, gt, le or lt -> the limit
+    """
     if found.keys() == {"ge", "le"}:
         return f"from {found['ge']} to {found['le']}"
     return " and ".join(f"{_LIMITS[name]} {limit}" for name, limit in found.items())

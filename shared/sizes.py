@@ -8,6 +8,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BeforeValidator
 
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LEAST_MEMORY_BYTES: Final = 1 << 10
 _PRINTED: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -31,8 +32,16 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes}B"
 
 
-def _is_size(text: str) -> str:
-    parse_size(text)
+def parse_memory(text: str) -> int:
+    """As `parse_size`, for a cache's memory. Raises ValueError also for a number that nobody means in bytes."""
+    size_bytes = parse_size(text)
+    if 0 < size_bytes < LEAST_MEMORY_BYTES:
+        raise ValueError(f"is {format_size(size_bytes)}, too little for any cache; give it with a unit, e.g. 512MiB")
+    return size_bytes
+
+
+def _is_memory(text: str) -> str:
+    parse_memory(text)
     return text
 
 
@@ -40,5 +49,5 @@ def _bytes(value: object) -> object:
     return parse_size(value) if isinstance(value, str) else value
 
 
-Size = Annotated[str, AfterValidator(_is_size)]  # as the operator wrote it
+Size = Annotated[str, AfterValidator(_is_memory)]  # of memory, as the operator wrote it
 ByteSize = Annotated[int, BeforeValidator(_bytes)]  # bytes, however they were written

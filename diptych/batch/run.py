@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +46,7 @@ class Plan:
     image_root: Path | None = None
     url: str | None = None
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     concurrency: int = 16
     num_retries: int = 8
     retry_failed: bool = False

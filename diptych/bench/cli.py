@@ -21,6 +21,7 @@ from diptych.bench.repeats import Plan, Result, measure
 from diptych.bench.report import ProgressLine, append_line, json_line, result_notes, result_tables
 from diptych.bench.sessions import SessionShape
 from diptych.help import Command
+from diptych.start_checks import checked_server_url
 
 app = typer.Typer(
     name="bench",
@@ -90,7 +91,7 @@ def run(
     every_s: Annotated[float, typer.Option(min=0.1, help="W7: between bursts.", rich_help_panel=_SHAPE)] = 2.0,
 ) -> None:
     """Run workloads against a server. Exits with 1 if any request failed, with 2 if nothing could be run."""
-    target = Target(url, model, os.environ.get(api_key_env, ""), api, chat_overhead, timeout_s)
+    target = Target(checked_server_url(url), model, os.environ.get(api_key_env, ""), api, chat_overhead, timeout_s)
     shape = SessionShape(users, turns, window, 24, streams, stream_s, burst, every_s)
     plan = Plan(_split(workloads), reps, extra, seed, _resolve_salt(salt), quiet, warm_ups, concurrency, limit, shape)
     try:

@@ -28,7 +28,7 @@ class Target:
 
     base_url: str
     model: str
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     text_api: Literal["completions", "chat"] = "completions"
     num_template_tokens: int = 0
     timeout_s: float = 600.0

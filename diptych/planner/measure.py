@@ -27,7 +27,10 @@ from diptych.planner.fit import Timed, fit_step
 from diptych.planner.hardware import BLOCK_SIZE, Hardware, Memory
 from diptych.simulator.costs import PRESETS, CostModel
 from shared.lines import async_lines_of
-from shared.wire import NDJSON, CacheState, EncoderInfo, ModelInfo
+from shared.wire.common import NDJSON
+from shared.wire.encoder import EncoderInfo
+from shared.wire.engine import ModelInfo
+from shared.wire.engine_admin import CacheState
 
 LONE_PROMPTS: Final = (32, 128, 256, 512, 1024)
 BATCHES: Final = ((1, 32), (4, 32), (16, 32), (8, 256), (4, 768))  # sequences, and tokens of each prompt
@@ -95,12 +98,12 @@ def _base_url(url: str) -> str:
 async def _engine(http: httpx.AsyncClient, url: str) -> Hardware:
     info = ModelInfo.model_validate_json((await http.get(f"{url}/v1/model")).raise_for_status().content)
     cache = CacheState.model_validate_json((await http.get(f"{url}/v1/cache")).raise_for_status().content)
-    room = info.max_model_len - NUM_OUTPUT_TOKENS - 1
+    longest = info.max_model_len - NUM_OUTPUT_TOKENS - 1
     engine = _Engine(http, url, info.vocab_size)
-    await engine.answers(2, min(16, room))  # warm
-    timed = [await engine.prefill(num_tokens) for num_tokens in LONE_PROMPTS if num_tokens <= room]
+    await engine.answers(2, min(16, longest))  # warm
+    timed = [await engine.prefill(num_tokens) for num_tokens in LONE_PROMPTS if num_tokens <= longest]
     for num_sequences, num_tokens in BATCHES:
-        if num_tokens <= room:
+        if num_tokens <= longest:
             timed.append(await engine.decode(num_sequences, num_tokens))
     costs = replace(
         PRESETS["cpu"],

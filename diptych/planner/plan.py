@@ -121,10 +121,10 @@ class Planner:
             gc.enable()
 
     def _check_lengths(self, traffic: Traffic) -> None:
-        num_tokens, room = traffic.context_tokens(self._costs.image_tokens), self._costs.max_model_len
-        if num_tokens > room:
+        num_tokens, limit = traffic.context_tokens(self._costs.image_tokens), self._costs.max_model_len
+        if num_tokens > limit:
             raise CommandFailed(
-                f"a mean request has {num_tokens:.0f} tokens with its pictures and its answer; this model takes {room}"
+                f"a mean request has {num_tokens:.0f} tokens with its pictures and its answer; this model takes {limit}"
             )
 
     def _alone(self, traffic: Traffic) -> Figures:

@@ -60,9 +60,9 @@ class Traffic:
                 next(new_images) if rng.random() < self.new_pictures else rng.randrange(NUM_KNOWN_IMAGES)
                 for _ in range(num_images)
             )
-            room = max_model_len - self.shared_tokens - num_images * image_tokens
-            num_output_tokens = min(answer.draw(rng), max(1, room // 2))
-            num_new_tokens = max(1, min(question.draw(rng), room - num_output_tokens))
+            num_left = max_model_len - self.shared_tokens - num_images * image_tokens
+            num_output_tokens = min(answer.draw(rng), max(1, num_left // 2))
+            num_new_tokens = max(1, min(question.draw(rng), num_left - num_output_tokens))
             yield Conversation(
                 next(arrivals), 0, self.shared_tokens, (Turn(0, num_new_tokens, num_output_tokens, images),)
             )

@@ -82,10 +82,10 @@ class Users:
         turn = conversation.turns[number]
         num_image_tokens = self._costs.image_tokens
         taken = turn.num_output_tokens + turn.num_new_tokens + len(turn.images) * num_image_tokens
-        room = self._costs.max_model_len - taken
-        if len(history) > room:
+        num_left = self._costs.max_model_len - taken
+        if len(history) > num_left:
             history, images = history[: conversation.system_tokens], ()  # the user begins anew
-        token_ids = history[:room]
+        token_ids = history[:num_left]
         for image in turn.images:
             images = (*images, ImageSpan(image_key(image), len(token_ids), num_image_tokens))
             token_ids += [PLACEHOLDER] * num_image_tokens
@@ -115,7 +115,7 @@ class Users:
         priority = visit.sequence.priority
         self._result.num_requests += 1
         self._result.num_images += len(visit.sequence.images)
-        if self._pool.room_in_s(self._pool.available(), priority):
+        if self._pool.queue_opens_in_s(self._pool.available(), priority):
             self._result.num_shed += 1
             self._refuse(visit)
             return
@@ -128,7 +128,7 @@ class Users:
             engine = self.engines[replica.url]
             is_taken = engine.add(visit)
             if self._gateway_sheds:
-                self._pool.told_room(replica, priority, engine.queue.room_in_s(priority))
+                self._pool.told_queue(replica, priority, engine.queue.opens_in_s(priority))
             if is_taken:
                 return
             replica.outstanding -= 1
@@ -136,7 +136,7 @@ class Users:
         self._refuse(visit)
 
     def _next(self, tried: list[Replica[str]], priority: int, affinity: bytes) -> Replica[str] | None:
-        return self._pool.least_loaded(self._pool.with_room(self._pool.available(tried), priority), affinity)
+        return self._pool.least_loaded(self._pool.with_open_queue(self._pool.available(tried), priority), affinity)
 
     def _refuse(self, visit: Visit) -> None:
         self._result.num_refused += 1

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
+from pydantic import SecretStr
+
 from shared.errors import Unauthorized
 
 ANONYMOUS: Final = "anonymous"
@@ -21,10 +23,10 @@ class Keyring:
     kind   of key, as refusals call it
     """
 
-    def __init__(self, keys: Iterable[str], kind: str = "API key") -> None:
+    def __init__(self, keys: Iterable[SecretStr], kind: str = "API key") -> None:
         self._kind = kind
         # Digests have one length, so a comparison tells nothing about a key's own length either.
-        self._names = dict(_name_and_digest(key) for key in keys)
+        self._names = dict(_name_and_digest(key.get_secret_value()) for key in keys)
 
     def check(self, authorization: str | None) -> str:
         """The name of the key in the header's value. Raises Unauthorized without saying what was given."""

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.gateway.file_store import LONGEST_LIFE_S
+from shared.listen_address import Host
 from shared.log import LogFormat
 from shared.service_token import ServiceTokens
 from shared.service_urls import check_service_url
-from shared.settings import RedisUrl
+from shared.settings import Names, RedisUrl, split_names
 from shared.sizes import ByteSize
 from shared.tls_settings import AuthorityFile, CertFile, KeyFile, TlsCaFile, TlsCertFile, TlsKeyFile, TlsServerName
 
@@ -27,16 +28,18 @@ LIST_MARKS = "[](){}\"'"
 BY_NAME = {"dns": "http", "dns+https": "https"}
 
 
-def _split(value: object) -> object:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
 def _base_url(url: str) -> str:
+    if "@" in url:
+        raise ValueError(
+            "no address may hold a user or a password; what services show each other is DIPTYCH_SERVICE_TOKEN"
+        )
+    if "://" not in url:
+        raise ValueError(f"is not a service address; did you mean http://{url}?")
     parts = urlsplit(url)
     is_plain = parts.path in ("", "/") and not parts.query and not parts.fragment
     if parts.scheme not in ("http", "https", *BY_NAME) or not parts.hostname or not is_plain:
         raise ValueError(
-            f"{url!r} is not a service address; give http://host:port, or dns://host:port for all replicas, "
+            "is not a service address; give http://host:port, or dns://host:port for all replicas, "
             "or for TLS https://host:port or dns+https://host:port"
         )
     try:
@@ -48,16 +51,16 @@ def _base_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _are_written_as_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+def _are_written_as_keys(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     """A list as JSON or YAML writes it would be keys that begin or end with its brackets and quotes."""
-    if any(key[0] in LIST_MARKS or key[-1] in LIST_MARKS for key in keys):
+    written = [key.get_secret_value() for key in keys]
+    if any(key[0] in LIST_MARKS or key[-1] in LIST_MARKS for key in written):
         raise ValueError("no key may begin or end with a bracket or quote; write keys as KEY,KEY or NAME:KEY,NAME:KEY")
     return keys
 
 
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-ServiceUrls = Annotated[tuple[Annotated[str, AfterValidator(_base_url)], ...], NoDecode, BeforeValidator(_split)]
-Keys = Annotated[Names, AfterValidator(_are_written_as_keys)]
+ServiceUrls = Annotated[tuple[Annotated[str, AfterValidator(_base_url)], ...], NoDecode, BeforeValidator(split_names)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_names), AfterValidator(_are_written_as_keys)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -68,7 +71,7 @@ class GatewaySettings(BaseSettings):
         env_prefix="DIPTYCH_GATEWAY_", frozen=True, extra="forbid", validate_default=True, populate_by_name=True
     )
 
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
+    host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, and above")
     log_format: LogFormat = Field("auto", description="auto: readable lines on a terminal, JSON lines elsewhere")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from shared.listen_address import Host
 from shared.log import LogFormat
 from shared.reasoning import ReasoningFormat
 from shared.resources import MAX_THREADS
@@ -15,7 +16,7 @@ from shared.service_token import ServiceTokens
 from shared.settings import Names, RedisUrl
 from shared.sizes import ByteSize, Size
 from shared.tls_settings import TlsCaFile, TlsCertFile, TlsKeyFile, TlsRequireClientCert, TlsServerName
-from shared.wire import ToolFormat
+from shared.wire.engine import ToolFormat
 
 
 def _are_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
@@ -35,7 +36,7 @@ class TextEngineSettings(BaseSettings):
 
     model: Path = Field(description="checkpoint folder in Hugging Face format")
     served_model_name: str | None = Field(None, description="model id in answers; default: the folder's name")
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
+    host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
     port: int = Field(8002, ge=0, le=65535, description="port to listen on")
 
     tool_call_parser: Literal["auto"] | ToolFormat = Field(
@@ -84,11 +85,13 @@ class TextEngineSettings(BaseSettings):
 
     max_model_len: int | None = Field(None, ge=1, description="tokens of prompt and answer; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="sequences running at once")
-    max_num_batched_tokens: int = Field(512, ge=1, description="tokens computed in one step")
+    max_num_batched_tokens: int = Field(512, ge=1, validate_default=True, description="tokens computed in one step")
     max_prefill_tokens_while_decoding: int = Field(
         192, ge=1, description="those of them for prompts while answers are being written; as many: no such limit"
     )
-    max_waiting_requests: int = Field(1024, ge=1, description="queue bound; more are refused with 503")
+    max_waiting_requests: int = Field(
+        1024, ge=1, description="queue bound; more are refused with 503, and an n above it with 400"
+    )
     max_queue_wait_s: float = Field(
         10.0, gt=0, description="under lasting overload, whoever would wait longer to begin gets a 503; inf: nobody"
     )
@@ -103,8 +106,8 @@ class TextEngineSettings(BaseSettings):
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "int8"] = Field(
         "auto",
-        description="number format of the KV cache; bytes hold twice the tokens, fp8 on GPUs only; auto: what the model "
-        "computes in, or bfloat16 where that is float32 only because the CPU has no bfloat16 arithmetic",
+        description="number format of the KV cache; bytes hold twice the tokens, fp8 on GPUs only; auto: the model's, "
+        "or bfloat16 where that is float32 only because the CPU has no bfloat16 arithmetic",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory for weights and KV cache; on a CPU see kv_cache_memory"
@@ -143,3 +146,14 @@ class TextEngineSettings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, and above")
     log_format: LogFormat = Field("auto", description="auto: readable lines on a terminal, JSON lines elsewhere")
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _has_room_for_all(cls, num_tokens: int, info: ValidationInfo) -> int:
+        max_num_seqs = info.data.get("max_num_seqs", 1)  # absent: it was refused itself
+        if num_tokens < max_num_seqs:
+            raise ValueError(
+                f"is below max_num_seqs, which is {max_num_seqs}: a step must have room for one token of every running "
+                "sequence; raise it, or lower max_num_seqs"
+            )
+        return num_tokens

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.models.config import ModelConfig, read_json
-from services.text_engine.models.families import FAMILIES, load_model_config
+from services.text_engine.models.families.registry import FAMILIES
+from services.text_engine.models.load_config import load_model_config
 from services.text_engine.models.sharding import Shard
 from shared.settings_errors import SettingRefused
 

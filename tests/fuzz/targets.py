@@ -60,7 +60,8 @@ from shared.request_id import request_id_of
 from shared.row_codec import quantize_rows
 from shared.service_token import RequireServiceToken
 from shared.torch_io import tensor_to_blob
-from shared.wire import Finished, GenerateRequest, ImageMetadata, ImageRef, Started, Tokens, ToolFormat
+from shared.wire.engine import Finished, GenerateRequest, Started, Tokens, ToolFormat
+from shared.wire.images import ImageMetadata, ImageRef
 from tests.fuzz.inputs import bodies, byte_texts, damaged, texts
 
 # Far above what any target needs, far below what quadratic time or memory comes to for inputs of some 200 kB.
@@ -394,7 +395,7 @@ def _take_authorization(given: bytes) -> object:
     asyncio.run(guarded(scope, receive, send))
     is_right = given.lower().startswith(b"bearer ") and given[7:].strip() == _TOKEN.encode()
     assert (sent[0]["status"] == 200) == is_right
-    return Keyring([_TOKEN]).check(given.decode("latin-1"))
+    return Keyring([SecretStr(_TOKEN)]).check(given.decode("latin-1"))
 
 
 # --- what others answer ---------------------------------------------------------------------------------------------

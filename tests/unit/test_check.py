@@ -50,6 +50,26 @@ def test_an_unreachable_redis_is_a_warning_and_its_password_stays_secret(
     assert "hunter2" not in finding.found
 
 
+@pytest.mark.parametrize("url", ["redis://:hunter2/x@127.0.0.1:1/0", "redis://:hunter2@127.0.0.1:port"])
+def test_of_a_redis_url_that_is_none_no_password_is_shown(
+    model: str, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("REDIS_URL", url)
+    finding = find("Redis", model)
+    assert finding.level == "warn"
+    assert "hunter2" not in finding.found + finding.remedy
+
+
+def test_a_setting_that_this_machine_cannot_have_is_one_failure_among_the_settings(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_ENGINE_KV_CACHE_DTYPE", "fp8")
+    monkeypatch.setenv("DIPTYCH_ENGINE_DEVICE", "cpu")
+    finding = find("settings", model)
+    assert (finding.level, finding.found.partition(" ")[0]) == ("fail", "DIPTYCH_ENGINE_KV_CACHE_DTYPE=fp8")
+    assert find("model", model).level == "ok"
+
+
 def test_a_model_is_described(model: str) -> None:
     finding = find("model", model)
     assert finding.level == "ok"

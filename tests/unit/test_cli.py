@@ -112,6 +112,14 @@ def test_a_server_has_the_same_two_names_everywhere(run: Run, name: str) -> None
     assert (done.returncode, "none" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("command", ["serve", "batch", "plan", "gateway", "vision-encoder", "text-engine"])
+def test_every_switch_says_whether_it_is_on(run: Run, command: str) -> None:
+    page = re.split(r"^  (?=-)", run(command, "--help").stdout, flags=re.MULTILINE)
+    switches = [entry for entry in page if re.match(r"--[a-z-]+(, --no-[a-z-]+)? *\n", entry)]
+    assert switches
+    assert [entry for entry in switches if not re.search(r"default: (on|off)\)", entry)] == []
+
+
 def test_the_version_is_the_distributions(run: Run) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert run("--version").stdout == f"diptych {version}\n"
@@ -131,7 +139,7 @@ def test_the_version_is_the_distributions(run: Run) -> None:
         (
             ["gateway", "--text-engines", "ftp://engine"],
             {},
-            "--text-engines ftp://engine: 'ftp://engine' is not a service address",
+            "--text-engines ftp://engine is not a service address; give http://host:port",
         ),
         (["serve", "--cache-memory", "lots"], {}, "--cache-memory lots is not a size"),
         (["serve", "--kv-cache-memory", "abc"], {}, "--kv-cache-memory abc is not a size"),
@@ -186,7 +194,10 @@ def test_the_version_is_the_distributions(run: Run) -> None:
         (["serve", "--host", "192.0.2.1"], {}, "--host 192.0.2.1 is no address of this machine"),
         (["chat", "no-such.png", "What is it?"], {}, "there is no picture 'no-such.png'"),
         (["chat", "README.md"], {}, "the last word should be a question"),
-        (["serve", "--port", "70000"], {}, "--port"),
+        (["serve", "--port", "70000"], {}, "--port 70000 is too large; give a whole number from 1 to 65535"),
+        (["serve"], {"DIPTYCH_GATEWAY_PORT": "0"}, "DIPTYCH_GATEWAY_PORT=0 is too small; give a whole number from 1"),
+        (["chat", "--temperature", "hot", "Hi"], {}, "--temperature hot is not a number; give one from 0 to 2"),
+        (["bench", "run", "--url", "a", "--api", "chat2"], {}, "--api chat2 is not one of completions, chat; did you"),
         (["no-such-command"], {}, "no-such-command"),
     ],
 )

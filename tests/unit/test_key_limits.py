@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from services.gateway.auth import ANONYMOUS, Keyring
 from services.gateway.key_limits import MINUTE_S, KeyLimits
@@ -71,7 +72,7 @@ def test_no_minute_ever_sees_more_than_twice_the_limit_nor_any_stretch_more_than
 
 
 def test_keys_may_have_names_and_those_without_are_called_after_their_digest():
-    keyring = Keyring(["alice:sk-a", "sk-b", "team.x:sk:with:colons"])
+    keyring = Keyring(map(SecretStr, ["alice:sk-a", "sk-b", "team.x:sk:with:colons"]))
     assert keyring.check("Bearer sk-a") == "alice"
     assert keyring.check("Bearer sk:with:colons") == "team.x"
     nameless = keyring.check("bearer sk-b")

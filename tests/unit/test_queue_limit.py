@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.text_engine.core.queue_limit import DRAINED_SHARE, RETRY_FULL_S, Newcomers, QueueLimit
-from shared.errors import Overloaded
+from shared.errors import InvalidRequest, Overloaded
 from tests.unit.test_scheduler import CAT, Driver, Images, make_sequence, picture_question
 
 
@@ -30,29 +30,29 @@ def test_whoever_would_wait_too_long_is_refused_and_told_when_to_come_back():
     _, queue = served_one_by_one(6, max_queue_wait_s=8.0)
     wait_s = queue.wait_s(priority=0)
     assert wait_s == pytest.approx(6 * 2.0, rel=0.25)
-    assert queue.room_in_s(0) == pytest.approx(wait_s - 8.0 + DRAINED_SHARE * 8.0)
+    assert queue.opens_in_s(0) == pytest.approx(wait_s - 8.0 + DRAINED_SHARE * 8.0)
     with pytest.raises(Overloaded, match="6 requests are ahead") as refusal:
         queue.check(0)
-    assert refusal.value.retry_after_s == queue.room_in_s(0)
+    assert refusal.value.retry_after_s == queue.opens_in_s(0)
 
 
 def test_whoever_would_be_served_in_time_is_let_in():
     _, queue = served_one_by_one(3, max_queue_wait_s=8.0)
     queue.check(0)
-    assert queue.room_in_s(0) == 0
+    assert queue.opens_in_s(0) == 0
 
 
 def test_those_behind_a_newcomer_do_not_count():
     _, queue = served_one_by_one(6, max_queue_wait_s=8.0)
     queue.check(priority=-1)
-    assert queue.room_in_s(-1) == 0 < queue.room_in_s(0)
+    assert queue.opens_in_s(-1) == 0 < queue.opens_in_s(0)
 
 
 def test_requests_that_were_let_in_and_are_not_queued_yet_count():
     _, queue = served_one_by_one(3, max_queue_wait_s=8.0)
     with pytest.raises(Overloaded):
         queue.check(0, num_newcomers=3)
-    assert queue.room_in_s(0, num_newcomers=3) > 0
+    assert queue.opens_in_s(0, num_newcomers=3) > 0
 
 
 def test_who_waits_for_a_picture_is_in_nobodys_way():
@@ -83,9 +83,17 @@ def test_the_number_of_those_that_wait_is_bounded_too():
     with pytest.raises(Overloaded, match="1 requests are waiting; this server queues 2"):
         queue.check(0, num_choices=2)
     driver.add(make_sequence("b", 5))
-    assert queue.room_in_s(0) == RETRY_FULL_S
+    assert queue.opens_in_s(0) == RETRY_FULL_S
     with pytest.raises(Overloaded):
         queue.check(0)
+
+
+def test_more_choices_than_the_queue_has_places_are_the_requests_fault_and_never_told_to_come_back():
+    queue = QueueLimit(Driver().scheduler, max_waiting_requests=4)
+    queue.check(0, num_choices=4)
+    with pytest.raises(InvalidRequest, match="n is 5; this server queues at most 4 choices") as refusal:
+        queue.check(0, num_choices=5)
+    assert (refusal.value.status, refusal.value.param, refusal.value.retry_after_s) == (400, "n", None)
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,7 +105,7 @@ def test_the_number_of_those_that_wait_is_bounded_too():
     num_choices=st.integers(1, 6),
     num_newcomers=st.integers(0, 6),
 )
-def test_there_is_room_at_once_exactly_for_those_that_are_let_in(
+def test_a_queue_is_open_at_once_exactly_to_those_that_are_let_in(
     num_waiting: int,
     max_waiting_requests: int,
     max_queue_wait_s: float,
@@ -107,21 +115,25 @@ def test_there_is_room_at_once_exactly_for_those_that_are_let_in(
 ):
     _, queue = served_one_by_one(num_waiting, max_queue_wait_s=max_queue_wait_s)
     queue.max_waiting_requests = max_waiting_requests
-    room_in_s = queue.room_in_s(priority, num_choices, num_newcomers)
-    if room_in_s == 0:
+    if num_choices > max_waiting_requests:
+        with pytest.raises(InvalidRequest):
+            queue.check(priority, num_choices, num_newcomers)
+        return
+    opens_in_s = queue.opens_in_s(priority, num_choices, num_newcomers)
+    if opens_in_s == 0:
         queue.check(priority, num_choices, num_newcomers)
         return
     with pytest.raises(Overloaded) as refusal:
         queue.check(priority, num_choices, num_newcomers)
-    assert refusal.value.retry_after_s == room_in_s > 0
+    assert refusal.value.retry_after_s == opens_in_s > 0
 
 
-def test_there_is_room_for_one_where_there_is_none_for_two():
+def test_a_queue_may_be_open_to_one_and_closed_to_two():
     driver = Driver()
     queue = QueueLimit(driver.scheduler, max_waiting_requests=2)
     driver.add(make_sequence("a", 5))
-    assert queue.room_in_s(0, num_choices=1) == 0
-    assert queue.room_in_s(0, num_choices=2) == RETRY_FULL_S
+    assert queue.opens_in_s(0, num_choices=1) == 0
+    assert queue.opens_in_s(0, num_choices=2) == RETRY_FULL_S
 
 
 def test_a_newcomer_is_counted_until_it_leaves_and_leaves_once():
@@ -143,4 +155,4 @@ def test_without_a_bound_in_time_everybody_may_wait():
     driver.step()
     queue.note_step(10.0)
     queue.check(0)
-    assert queue.room_in_s(0) == 0 < queue.wait_s(0)
+    assert queue.opens_in_s(0) == 0 < queue.wait_s(0)

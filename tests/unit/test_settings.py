@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
 from services.gateway.config import GatewaySettings
@@ -47,7 +48,7 @@ def test_redis_has_its_usual_name_and_blank_means_none(
     monkeypatch: pytest.MonkeyPatch, value: str, expected: str | None
 ) -> None:
     monkeypatch.setenv("REDIS_URL", value)
-    assert load_settings(VisionEncoderSettings, model="m").redis_url == expected
+    assert load_settings(VisionEncoderSettings, model="m").redis_url == (SecretStr(expected) if expected else None)
     assert env_name(VisionEncoderSettings, "redis_url") == "REDIS_URL"
 
 
@@ -133,4 +134,5 @@ def test_a_model_has_every_core_where_openmp_is_told_nothing(monkeypatch: pytest
 
 @pytest.mark.parametrize("keys", ["alpha,beta", "alice:p[w, bob:a'b"])
 def test_a_key_may_hold_a_bracket_or_quote_within(keys: str) -> None:
-    assert load_settings(GatewaySettings, api_keys=keys).api_keys == tuple(keys.replace(" ", "").split(","))
+    given = load_settings(GatewaySettings, api_keys=keys).api_keys
+    assert [key.get_secret_value() for key in given] == keys.replace(" ", "").split(",")

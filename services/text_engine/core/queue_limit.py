@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from services.text_engine.core.queue_wait import QueueWait
 from services.text_engine.core.scheduler import Scheduler
-from shared.errors import Overloaded
+from shared.errors import InvalidRequest, Overloaded
 
 RETRY_FULL_S: Final = 2.0  # to come back after, where only the number is too high
 DRAINED_SHARE: Final = 0.1  # of a full queue, before more are asked for
@@ -21,11 +21,11 @@ DRAINED_SHARE: Final = 0.1  # of a full queue, before more are asked for
 class Verdict(NamedTuple):
     """What a newcomer is told.
 
-    room_in_s   when it should try, if nobody else came: 0 is now
-    reason      why not now; "" where there is room
+    opens_in_s   when it should try, if nobody else came: 0 is now
+    reason       why not now; "" where it may join
     """
 
-    room_in_s: float
+    opens_in_s: float
     reason: str = ""
 
 
@@ -57,7 +57,7 @@ class Newcomers:
 class QueueLimit:
     """Reads the scheduler's queue; all but `note_step` may be called from any thread, and costs little.
 
-    max_waiting_requests   more waiting sequences than this are refused
+    max_waiting_requests   more waiting sequences than this are refused, and for good who wants more than these alone
     max_queue_wait_s       so is whoever would wait longer than this for the first step
     """
 
@@ -84,15 +84,21 @@ class QueueLimit:
         """
         return self._estimate.seconds(self._num_ahead(priority, num_newcomers))
 
-    def room_in_s(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> float:
+    def opens_in_s(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> float:
         """When a newcomer should try, if nobody else came: 0 is now, where `check` lets it in."""
-        return self.verdict(priority, num_choices, num_newcomers).room_in_s
+        return self.verdict(priority, num_choices, num_newcomers).opens_in_s
 
     def check(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> None:
-        """Raises Overloaded where there is no room for a newcomer."""
+        """Raises Overloaded while a newcomer may not join, InvalidRequest if it never may."""
+        if num_choices > self.max_waiting_requests:
+            raise InvalidRequest(
+                f"n is {num_choices}; this server queues at most {self.max_waiting_requests} choices, so ask for fewer "
+                "in each request",
+                param="n",
+            )
         verdict = self.verdict(priority, num_choices, num_newcomers)
         if verdict.reason:
-            raise Overloaded(verdict.reason, retry_after_s=verdict.room_in_s)
+            raise Overloaded(verdict.reason, retry_after_s=verdict.opens_in_s)
 
     def verdict(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> Verdict:
         """On a newcomer of so many sequences. A full queue has to drain a little first, or there would be a refusal for

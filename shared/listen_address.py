@@ -1,0 +1,34 @@
+"""The address that a service listens on, checked when a setting is read. Looks up no name and opens no port."""
+
+from __future__ import annotations
+
+from ipaddress import IPv6Address
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+
+def check_host(value: str) -> str:
+    """`value`, an IPv6 address without its brackets. Raises ValueError saying what is wrong, to be read after it."""
+    host = value.strip()
+    if not host:
+        raise ValueError("is empty; give 127.0.0.1, or 0.0.0.0 for every interface")
+    if "/" in host:
+        raise ValueError("is a URL; give the address alone, e.g. 127.0.0.1, and the port as port")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host and not _is_ipv6(host):
+        address, _, port = host.rpartition(":")
+        raise ValueError(f"is an address with a port; give them apart, host {address} and port {port}")
+    return host
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
+Host = Annotated[str, AfterValidator(check_host)]
