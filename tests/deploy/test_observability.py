@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from diptych.metrics_reference import catalogue
 
@@ -84,6 +87,30 @@ def test_the_boards_are_those_that_their_code_makes():
     made = runpy.run_path(str(FOLDER / "grafana" / "make_boards.py"))["boards"]()
     assert {path.name: path.read_text() for path in BOARDS} == made
     assert set(made) == {"overview.json", "gateway.json", "encoder.json", "engine.json"}
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_grafanas_own_types_know_every_field_of_a_board(path: Path):
+    """What they do not know is lost on the way through them."""
+    register_default_plugins()
+    board = json.loads(path.read_text())
+    known = json.loads(JSONEncoder().encode(Dashboard.from_json(board)))
+    assert list(lost_fields(board, known)) == []
+    board["panels"][0]["options"]["nonsense"] = board["titel"] = 1
+    known = json.loads(JSONEncoder().encode(Dashboard.from_json(board)))
+    assert sorted(lost_fields(board, known)) == [".panels[0].options.nonsense", ".titel"]
+
+
+def lost_fields(given: Any, known: Any, where: str = "") -> Iterator[str]:
+    """Paths of what is in `given` and not, or not the same, in `known`."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        for name, value in given.items():
+            yield from lost_fields(value, known.get(name), f"{where}.{name}")
+    elif isinstance(given, list) and isinstance(known, list) and len(given) == len(known):
+        for i, pair in enumerate(zip(given, known, strict=True)):
+            yield from lost_fields(*pair, f"{where}[{i}]")
+    elif given != known:
+        yield where
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
