@@ -19,7 +19,9 @@
 
 namespace diptych {
 
-#if defined(__AVX512F__)
+#if defined(DIPTYCH_WIDTH)
+constexpr int WIDTH = DIPTYCH_WIDTH;  // of plain code, for tests of what AVX-512 lays out on a CPU that lacks it
+#elif defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #elif defined(__AVX2__)
 constexpr int WIDTH = 8;
