@@ -20,6 +20,7 @@ import httpx
 
 MAX_HEAD_BYTES: Final = 64 * 1024  # of an answer
 MAX_BUFFERED_BYTES: Final = 1024 * 1024  # of an answer's body that nobody has read yet; then its sender has to wait
+SHORTEST_TIMER_S: Final = 0.001
 JOINED_BYTES: Final = 64 * 1024  # bodies up to this size are copied behind their head, into the same packet
 
 
@@ -213,6 +214,7 @@ class Connection(asyncio.Protocol):
                 if self._loop.time() >= ends_at:
                     raise timed_out(f"{complaint} within {timeout_s} s")
                 self._alarm.set(ends_at)
+            assert self._waiter is None or self._waiter.done(), "two tasks read one connection"
             self._waiter = self._loop.create_future()
             await self._waiter
 
@@ -319,8 +321,9 @@ class _Alarm:
 
     def _start_timer(self) -> None:
         self.cancel()
-        self._timer = self._loop.call_at(self._at, self._timer_ended)
-        self._timer_ends_at = self._at
+        # Loops keep time in milliseconds: one that ends a little early must not start itself again at once, and again.
+        self._timer_ends_at = max(self._at, self._loop.time() + SHORTEST_TIMER_S)
+        self._timer = self._loop.call_at(self._timer_ends_at, self._timer_ended)
 
     def _timer_ended(self) -> None:
         self._timer = None

@@ -99,10 +99,11 @@ class Engine:
         """
         self.check(request)
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
-        choices: list[ChoiceState] = []
-        for index in range(request.sampling.n):
-            first = choices[0].sequence if choices else None
-            choices.append(self._new_choice(request, index, first, adapter))
+        choices = [self._new_choice(request, index, adapter) for index in range(request.sampling.n)]
+        if len(choices) > 1:
+            sequences = [choice.sequence for choice in choices]
+            for sequence in sequences:
+                sequence.choices = sequences
         if adapter is not None:
             self.adapters.acquire(adapter)
         self._requests[request.request_id] = RequestState(request, choices, added=time.monotonic(), adapter=adapter)
@@ -110,9 +111,7 @@ class Engine:
         for choice in choices:
             self.scheduler.add(choice.sequence)
 
-    def _new_choice(
-        self, request: EngineRequest, index: int, first: Sequence | None, adapter: Adapter | None
-    ) -> ChoiceState:
+    def _new_choice(self, request: EngineRequest, index: int, adapter: Adapter | None) -> ChoiceState:
         sampling = request.sampling
         num_prompt_tokens = len(request.token_ids)
         max_total = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens)
@@ -130,7 +129,6 @@ class Engine:
             cache_salt=digest(request.cache_salt.encode(), self._num_cache_resets.to_bytes(8, "big")),
             processors=self.processors.for_request(sampling.extra_args, request.token_ids),
             bans=self._bans.for_request(sampling),
-            first_choice=first,
         )
         if sampling.constraint is not None:
             sequence.token_filter = self.grammars.matcher(sampling.constraint, request.reasoning)
@@ -205,7 +203,8 @@ class Engine:
         return outputs
 
     def use_idle_time(self) -> bool:
-        """Do something of little urgency that takes milliseconds at most. False: there is nothing of the kind."""
+        """Do a little of what is not urgent: less than a millisecond, unless the system is slow to find memory. False:
+        there is nothing of the kind."""
         return self.runner.prepare_memory(self.scheduler.blocks.pool.num_ever_used)
 
     # --- the cache ------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Mailbox:
     async def take(self) -> list[EngineOutput]:
         """All that is there, in order; waits until there is something."""
         if not self._outputs:
+            assert self._reader is None or self._reader.done(), "two tasks read one mailbox"
             self._reader = self._loop.create_future()
             await self._reader
         outputs, self._outputs = self._outputs, []

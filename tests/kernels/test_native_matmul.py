@@ -68,6 +68,22 @@ def test_rows_a_power_of_two_apart_give_the_same_bits_as_rows_that_are_not(instr
 
 
 @all_instruction_sets
+@both_dtypes
+def test_more_such_rows_than_are_copied_at_a_time_give_the_same_bits(instruction_set, dtype):
+    linear = PackedLinear(native_library(instruction_set), normal(17, 2048, dtype=dtype, seed=0))
+    x = normal(1200, 2048, dtype=dtype, seed=1)
+    assert torch.equal(linear(x), torch.cat([linear(x[row : row + 6]) for row in range(0, 1200, 6)]))
+
+
+@all_instruction_sets
+@both_dtypes
+def test_a_row_that_stands_for_many_is_read_where_it_is(instruction_set, dtype):
+    linear = PackedLinear(native_library(instruction_set), normal(70, 512, dtype=dtype, seed=0))
+    row = normal(1, 512, dtype=dtype, seed=1)
+    assert torch.equal(linear(row.expand(64, 512)), linear(row).expand(64, 70))
+
+
+@all_instruction_sets
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @settings(max_examples=15, deadline=None)
 @given(

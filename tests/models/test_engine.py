@@ -246,8 +246,8 @@ def test_choices_compute_their_prompt_once(
     finished = driver.answers["r"].finished
     assert finished is not None
     assert finished.num_generated_tokens == 16
-    monkeypatch.setattr(Sequence, "can_fork", False)
-    monkeypatch.setattr(Sequence, "awaits_first_choice", False)
+    monkeypatch.setattr(Sequence, "to_fork_from", lambda _: None)
+    monkeypatch.setattr(Sequence, "awaits_another_choice", False)
     assert choices_of(driver) == choices_of(run())
 
 

@@ -235,7 +235,7 @@ def test_another_choice_shares_whole_blocks_and_copies_the_one_that_both_will_wr
 ):
     manager = make_manager(block_size=4, caching=caching)
     first, other = make_sequence(num_tokens), make_sequence(num_tokens)
-    other.first_choice = first
+    other.choices = first.choices = [first, other]
     compute(manager, first)
     first.status = SequenceStatus.RUNNING
     manager.start(other, manager.find_cached_prefix(other))
@@ -253,8 +253,49 @@ def test_a_choice_that_begins_again_goes_by_its_own_words():
     """Preempted, it has words of its own behind the prompt: what the first choice holds there is no use."""
     manager = make_manager(block_size=4)
     first, other = make_sequence(7), make_sequence(7)
-    other.first_choice = first
+    other.choices = first.choices = [first, other]
     compute(manager, first)
     first.status = SequenceStatus.RUNNING
     other.token_ids += [1, 2, 3]
     assert manager.find_cached_prefix(other) == CachedPrefix(first.block_table[:1], 4)
+
+
+def test_a_choice_may_begin_where_any_other_one_has_come():
+    manager = make_manager(block_size=4, caching=False)
+    choices = [make_sequence(7) for _ in range(3)]
+    for choice in choices:
+        choice.choices = choices
+    first, second, third = choices
+    for choice in (first, second):
+        compute(manager, choice)
+        choice.status = SequenceStatus.RUNNING
+    manager.release(first)
+    first.status = SequenceStatus.FINISHED
+    assert third.to_fork_from() is second
+    assert manager.find_cached_prefix(third) == CachedPrefix(second.block_table[:1], 6, second.block_table[1])
+
+
+@pytest.mark.parametrize(
+    ("status", "num_computed", "waits"),
+    [
+        (SequenceStatus.WAITING, 0, True),
+        (SequenceStatus.RUNNING, 4, True),
+        (SequenceStatus.RUNNING, 6, False),
+        (SequenceStatus.FINISHED, 0, False),
+    ],
+)
+def test_a_choice_waits_for_one_before_it_that_computes_the_prompt(
+    status: SequenceStatus, num_computed: int, waits: bool
+):
+    first, second = make_sequence(7), make_sequence(7)
+    first.choices = second.choices = [first, second]
+    first.status, first.num_computed_tokens = status, num_computed
+    assert second.awaits_another_choice == waits
+    assert not first.awaits_another_choice
+
+
+def test_a_choice_does_not_wait_for_one_that_was_set_aside_in_the_middle_of_its_answer():
+    first, second = make_sequence(7), make_sequence(7)
+    first.choices = second.choices = [first, second]
+    first.token_ids += [1, 2]
+    assert not second.awaits_another_choice

@@ -48,7 +48,6 @@ def make_sequence(
     images: tuple[ImageSpan, ...] = (),
     priority: int = 0,
     salt: bytes = b"",
-    first_choice: Sequence | None = None,
     **sampling: object,
 ) -> Sequence:
     """A request for `max_tokens` tokens; a prompt given as a length shares its tokens with namesakes only."""
@@ -64,7 +63,6 @@ def make_sequence(
         images=images,
         priority=priority,
         cache_salt=salt,
-        first_choice=first_choice,
     )
 
 

@@ -100,13 +100,12 @@ class AnyTraffic(RuleBasedStateMachine):
         if image and len(prompt) == num_shared + num_rows + num_own:
             images = (ImageSpan(image, num_shared, num_rows),)
         max_tokens = min(max_tokens, capacity + 1 - len(prompt))
-        first: Sequence | None = None
+        siblings: list[Sequence] = []
         for _ in range(choices):
             name = f"r{len(self.sequences)}"
-            sequence = make_sequence(
-                name, prompt, max_tokens=max_tokens, priority=priority, images=images, first_choice=first
-            )
-            first = first or sequence
+            sequence = make_sequence(name, prompt, max_tokens=max_tokens, priority=priority, images=images)
+            siblings.append(sequence)
+            sequence.choices = siblings
             self.sequences.append(sequence)
             self.driver.add(sequence)
 

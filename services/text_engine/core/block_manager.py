@@ -67,8 +67,8 @@ class BlockManager:
 
         It covers `sequence.max_cached_tokens` at most.
         """
-        if sequence.first_choice is not None and sequence.can_fork:
-            return self._fork(sequence, sequence.first_choice.block_table)
+        if (choice := sequence.to_fork_from()) is not None:
+            return self._fork(sequence, choice.block_table)
         blocks = self._find_cached(sequence, 0, self.host)
         return CachedPrefix(blocks, len(blocks) * self.block_size)
 
@@ -116,8 +116,9 @@ class BlockManager:
             self._copies.append(BlockCopy(prefix.tail_block, copy))
             sequence.block_table.append(copy)
         sequence.num_computed_tokens = prefix.num_tokens
-        self.num_queried_tokens += sequence.num_tokens
-        self.num_hit_tokens += sequence.num_computed_tokens
+        if self.enable_prefix_caching:
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed_tokens
 
     def _load(self, sequence: Sequence, blocks: list[int]) -> list[int]:
         """The same prefix, all of it on the device: what is on the host is copied before the step computes."""

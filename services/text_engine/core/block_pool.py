@@ -29,7 +29,7 @@ class BlockPool:
         # Unreferenced blocks that still hold a published prefix, least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
-        self.num_ever_used = 0  # the blocks from here on were never handed out
+        self.num_ever_used = 0  # the blocks from here on were not handed out since all were free and forgotten
         # (block, hash): it is about to be reused, and still holds what the hash says.
         self.on_evicted: Callable[[int, bytes], None] = lambda block, block_hash: None
         # (hash): what is known by it may be wrong.
@@ -121,11 +121,15 @@ class BlockPool:
                 self._unpublish(block)
 
     def forget_all(self) -> None:
-        """Make every block unfindable; those that nobody holds are free."""
+        """Make every block unfindable; those that nobody holds are free. If that is all of them, it is as at the start:
+        the first ones are used first."""
         self._hash_of.clear()
         self._block_of.clear()
         self._free.extend(reversed(self._cached))
         self._cached.clear()
+        if len(self._free) == self.num_blocks:
+            self._free.sort(reverse=True)
+            self.num_ever_used = 0
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)

@@ -188,7 +188,7 @@ class Scheduler:
             candidates += [
                 s
                 for s in self.waiting
-                if (s.awaited_image is None or is_ready(s, s.awaited_image)) and not s.awaits_first_choice
+                if (s.awaited_image is None or is_ready(s, s.awaited_image)) and not s.awaits_another_choice
             ]
         if not candidates:
             return

@@ -5,6 +5,7 @@ Few facts are stored, the rest is derived; whether a sequence prefills or decode
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -111,7 +112,7 @@ class Sequence:
     awaited_image       what kept it from starting when it was last tried
     lookup              guesses at its next tokens; made when somebody first asks
     draft_progress      how far a draft model has come in it; made alike
-    first_choice        of the same request, with the same prompt; None: it is that one
+    choices             of its request, itself among them, in the order in which they were queued; empty: it is alone
     """
 
     request_id: str
@@ -139,12 +140,12 @@ class Sequence:
     awaited_image: ImageSpan | None = None
     lookup: PromptLookup | None = None
     draft_progress: DraftProgress | None = None
-    first_choice: Sequence | None = None
+    choices: list[Sequence] = field(default_factory=list)
 
     def drop_helpers(self) -> None:
         """Its request is over: whoever still remembers the sequence keeps nothing large alive."""
         self.token_filter = self.processors = self.bans = self.lookup = self.draft_progress = None
-        self.first_choice = None
+        self.choices = []
         self.prompt_logprobs = []  # a new list: the old one may be on its way to the client
 
     @property
@@ -181,21 +182,22 @@ class Sequence:
         return num_before_last if num_known == self.num_prompt_tokens - 1 else num_known
 
     @property
-    def awaits_first_choice(self) -> bool:
-        """Whether it has not begun, and the first choice is computing the prompt, or will: it waits rather than do the
-        same. Not for ever, since the first choice stands before it in every queue."""
-        first = self.first_choice
-        if first is None or self.num_generated_tokens or first.status is SequenceStatus.FINISHED:
+    def awaits_another_choice(self) -> bool:
+        """Whether it has not begun, and a choice before it computes the prompt, or will: it waits rather than do the
+        same. Not for ever, since that one stands before it in every queue."""
+        if not self.choices or self.num_generated_tokens or self.to_fork_from() is not None:
             return False
-        return first.num_computed_tokens < self.num_prompt_tokens - 1
+        before = itertools.takewhile(lambda each: each is not self, self.choices)
+        return any(each.status is not SequenceStatus.FINISHED and not each.num_generated_tokens for each in before)
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether the first choice's blocks hold all that this one's prompt needs but its last token."""
-        first = self.first_choice
-        if first is None or self.num_generated_tokens or first.status is not SequenceStatus.RUNNING:
-            return False
-        return first.num_computed_tokens >= self.num_prompt_tokens - 1
+    def to_fork_from(self) -> Sequence | None:
+        """Another choice whose blocks hold all that this one's prompt needs but its last token; for one that has not
+        begun."""
+        if not self.choices or self.num_generated_tokens:
+            return None
+        num_needed = self.num_prompt_tokens - 1
+        running = (each for each in self.choices if each.status is SequenceStatus.RUNNING and each is not self)
+        return next((each for each in running if each.num_computed_tokens >= num_needed), None)
 
     @property
     def max_draft_tokens(self) -> int:

@@ -15,8 +15,11 @@ from typing import Final
 
 import torch
 
+from shared.resources import available_memory_bytes
+
 AHEAD_BYTES: Final = 512 << 20  # over all layers, beyond the last block ever used
 PIECE_BYTES: Final = 2 << 20  # of one layer at a time: a huge page
+SPARED_BYTES: Final = 1 << 30  # of the machine's or the container's memory: what is used may still need it
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; pages are mapped as if they were written to, what is in them stays
 
 
@@ -41,13 +44,18 @@ class MemoryAhead:
             for kv_cache, num_ready in zip(self._kv_caches, self._num_bytes_ready, strict=True)
         ]
         most = max(missing)
-        if not self._works or most <= 0:
+        if not self._works or most <= 0 or not _can_spare():
             return False
         layer = missing.index(most)
         address = self._kv_caches[layer].data_ptr() + self._num_bytes_ready[layer]
         self._works = _populate(address, min(PIECE_BYTES, most))
         self._num_bytes_ready[layer] += min(PIECE_BYTES, most)
         return self._works
+
+
+def _can_spare() -> bool:
+    available = available_memory_bytes()
+    return available is None or available > SPARED_BYTES
 
 
 def _populate(address: int, num_bytes: int) -> bool:

@@ -30,6 +30,8 @@ constexpr int64_t PARALLEL_WORK = 1 << 18;
 // out of it: they are copied, a line further apart.
 constexpr int64_t COLLIDING_BYTES = 4096;
 constexpr int64_t LINE_BYTES = 64;
+// As many rows are copied at a time: a multiple of MAX_ROWS, so that nothing is multiplied in smaller pieces for it.
+constexpr int64_t COPIED_ROWS = 3 * MAX_ROWS;
 
 int64_t padded_outputs(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL * PANEL; }
 
@@ -142,34 +144,38 @@ struct Product {
     int64_t num_rows, num_outputs, depth, x_stride;
     int num_threads;
 
-    template <class Scalar>
-    struct Rows {
-        const Scalar* first;
-        int64_t stride;
-    };
-
-    // x, or a copy whose rows do not collide. The copy is the calling thread's, kept for the next product.
-    template <class Scalar>
-    Rows<Scalar> apart(const Scalar* x, int num_copying) const {
-        if (num_rows <= ROWS || x_stride * (int64_t)sizeof(Scalar) % COLLIDING_BYTES != 0) return {x, x_stride};
+    // The product of some rows at a time, copied so that they do not collide. The copy is the calling thread's, kept for
+    // the next product.
+    template <class Element, class Stored>
+    void run() const {
+        using Scalar = typename Element::Scalar;
+        const int64_t stride_bytes = x_stride * (int64_t)sizeof(Scalar);
+        const bool collide = x_stride >= depth && stride_bytes % COLLIDING_BYTES == 0;
+        if (num_rows <= ROWS || !collide) return multiply<Element, Stored>();
+        const int64_t copied_rows = std::min(num_rows, COPIED_ROWS);
         const int64_t stride = x_stride + LINE_BYTES / (int64_t)sizeof(Scalar);
         static thread_local std::vector<Scalar> kept;
-        if ((int64_t)kept.size() < num_rows * stride) kept.resize(num_rows * stride);
+        if ((int64_t)kept.size() < copied_rows * stride) kept = std::vector<Scalar>(copied_rows * stride);
         Scalar* copy = kept.data();
-#pragma omp parallel for schedule(static) num_threads(num_copying) if (num_copying > 1)
-        for (int64_t row = 0; row < num_rows; ++row) std::copy_n(x + row * x_stride, depth, copy + row * stride);
-        return {copy, stride};
+        for (int64_t first = 0; first < num_rows; first += copied_rows) {
+            const int64_t rows = std::min(copied_rows, num_rows - first);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+            for (int64_t row = 0; row < rows; ++row) {
+                std::copy_n((const Scalar*)x + (first + row) * x_stride, depth, copy + row * stride);
+            }
+            Product{copy, packed, bias, (Scalar*)y + first * num_outputs, rows, num_outputs, depth, stride, num_threads}
+                .multiply<Element, Stored>();
+        }
     }
 
     template <class Element, class Stored>
-    void run() const {
+    void multiply() const {
         using Scalar = typename Element::Scalar;
         using Word = typename Stored::Word;
         const int64_t num_lanes = depth / Element::PER_LANE;
         constexpr int SHARED = Stored::GRANULE * WIDTH;
         const int64_t num_shared = (num_outputs + SHARED - 1) / SHARED;
         const int num_parts = num_rows * num_outputs * depth < PARALLEL_WORK ? 1 : num_threads;
-        const Rows<Scalar> rows = apart((const Scalar*)x, num_parts);
 #pragma omp parallel for schedule(static) num_threads(num_parts) if (num_parts > 1)
         for (int part = 0; part < num_parts; ++part) {
             // An equal share of the outputs each, in a few vectors: panels are too coarse for narrow matrices.
@@ -179,13 +185,13 @@ struct Product {
                 const int64_t start = output / PANEL * PANEL;
                 const int64_t stop = std::min(start + PANEL, end);
                 PanelProduct<Element, Stored>{
-                    rows.first,
+                    (const Scalar*)x,
                     (const Word*)packed + start * num_lanes,
                     bias ? bias + start : nullptr,
                     (Scalar*)y + start,
                     num_rows,
                     num_lanes,
-                    rows.stride,
+                    x_stride,
                     num_outputs,
                     (int)(output - start),
                     (int)(stop - start),
