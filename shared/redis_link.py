@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from pydantic import SecretStr
@@ -74,8 +75,9 @@ class RedisLink:
         if self._redis is None or self._breaker.is_open:
             return default
         try:
-            async with asyncio.timeout(self._op_timeout_s):
-                result = await operation(self._redis)
+            with _keeping_cancellation():
+                async with asyncio.timeout(self._op_timeout_s):
+                    result = await operation(self._redis)
         except ResponseError as error:
             # Alive but unwilling (full, read-only, wrong type): no reason to stop asking.
             self.num_errors += 1
@@ -92,6 +94,18 @@ class RedisLink:
         assert self._redis is not None
         async with asyncio.timeout(self._op_timeout_s):
             await self._redis.ping()
+
+
+@contextmanager
+def _keeping_cancellation() -> Iterator[None]:
+    """Raises a cancellation that the body has lost. Before Python 3.12 `asyncio.wait_for`, by which redis-py writes,
+    loses one that comes together with its result, and the task would go on as if nobody had left."""
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
+    yield
+    if task.cancelling() > num_cancels:
+        raise asyncio.CancelledError
 
 
 class _TlsConnection(SSLConnection):

@@ -17,6 +17,7 @@ from shared.http_protocol import until_disconnected
 
 T = TypeVar("T")
 RETRY_AFTER_S = 1.0
+CANCEL_AGAIN_S = 5.0  # what a request may take to clean up; then whatever it waits for has lost the cancellation
 
 
 class Lifecycle:
@@ -73,6 +74,13 @@ class Lifecycle:
         finally:
             self._running.discard(task)
             watcher.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)  # whatever it ends with, nobody waits for it
+            await _end(task)
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    """Cancel it until it is over, whatever it ends with. Once is not always enough: see `shared.redis_link`."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait((task,), timeout=CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()  # seen: nobody waits for it

@@ -167,7 +167,14 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
     if workers is not None:
         workers.expect_steps_within(HANGING_AFTER_STEP_TIMEOUTS * settings.step_timeout_s)
     log.info("engine ready", model=name, seconds=round(time.monotonic() - started, 1))
-    prompts = PromptBuilder(tokenizer, template, config.image_token_id, config.image_mark_id, reasoning)
+    prompts = PromptBuilder(
+        tokenizer,
+        template,
+        config.image_token_id,
+        config.image_mark_id,
+        reasoning,
+        max_model_len=plan.max_model_len,
+    )
     tool_format = prompts.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
     info = _info(name, config, model, vocab_size, tool_format, reasoning_format)
     return BuiltEngine(engine, prompts, info, None if model.adapted is None else model.adapted.config)

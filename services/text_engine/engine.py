@@ -296,7 +296,8 @@ class Engine:
         if num_prompt_tokens >= self.max_model_len:
             raise ContextTooLong(
                 f"the prompt has {num_prompt_tokens} tokens; this model takes {self.max_model_len} tokens of prompt "
-                "and answer together, so shorten the conversation or send fewer or smaller images",
+                "and answer together, and an answer needs one: shorten the text"
+                f"{' or send fewer or smaller images' if request.images else ''}",
                 param="messages",
             )
         sampling.check_prompt_logprobs(num_prompt_tokens)

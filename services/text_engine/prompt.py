@@ -17,7 +17,7 @@ from services.text_engine.chat_template import ChatTemplate, text_part
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.tokenizer import Tokenizer
 from services.text_engine.tool_prompt import parsed_calls, spell_tools
-from shared.errors import InvalidRequest, UnsupportedFeature, UpstreamFailed
+from shared.errors import ContextTooLong, InvalidRequest, UnsupportedFeature, UpstreamFailed
 from shared.reasoning import ReasoningMarks, ReasoningStart
 from shared.wire.engine import ChatMessage, ImagePart, TextPart, ToolFormat
 from shared.wire.images import ImageRef
@@ -55,8 +55,11 @@ class PromptBuilder:
         image_token_id: int | None,
         image_mark_id: int | None = None,
         reasoning: ReasoningMarks | None = None,
+        max_model_len: int | None = None,
     ) -> None:
+        """max_model_len   of prompt and answer together; None: a prompt may have any length"""
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._template = template
         self._reasoning = reasoning
         self._image_token_id = image_token_id
@@ -75,6 +78,7 @@ class PromptBuilder:
     def from_prompt(self, prompt: str | list[int], vocab_size: int) -> Prompt:
         """A plain completion prompt; special tokens' spellings count, as they do for other servers."""
         if isinstance(prompt, str):
+            self._check_length(len(prompt), param="prompt")
             token_ids = self._tokenizer.encode(prompt, add_special_tokens=True)
         else:
             token_ids = list(prompt)
@@ -102,6 +106,8 @@ class PromptBuilder:
         refs = tuple(p.image for m in messages for p in m.content if isinstance(p, ImagePart))
         if refs and self._image_token is None:
             raise UnsupportedFeature("this model takes text only; remove the image parts", param="messages")
+        num_characters = sum(len(p.text) for m in messages for p in m.content if isinstance(p, TextPart))
+        self._check_length(num_characters, param="messages")
         if not self._template.takes_tools:
             messages, tools = spell_tools(messages, tools), None
         guard = _SpecialTextGuard(self._tokenizer.special_strings)
@@ -139,7 +145,18 @@ class PromptBuilder:
         }
         return result | {name: guard.protect_all(value) for name, value in fields.items() if value}
 
+    def _check_length(self, num_characters: int, *, param: str) -> None:
+        """Raises ContextTooLong for text that cannot fit: encoding takes 200 times its size, and in the end minutes."""
+        fewest = self._tokenizer.fewest_tokens(num_characters)
+        if self._max_model_len is not None and fewest > self._max_model_len:
+            raise ContextTooLong(
+                f"the text has {num_characters} characters, which are {fewest} tokens at least; this model takes "
+                f"{self._max_model_len} tokens of prompt and answer together",
+                param=param,
+            )
+
     def _tokenize(self, rendered: str, guard: _SpecialTextGuard) -> list[int]:
+        self._check_length(len(rendered), param="messages")
         bos = self._tokenizer.bos_token
         # transformers' processors add special tokens unless the template did; its text tokenizers never do.
         add_special = self._image_token is not None and not (bos and rendered.startswith(bos))

@@ -19,6 +19,8 @@ log = get_logger(__name__)
 
 # Characters of a text whose encoding, some 200 bytes a character, is worth giving back to the system afterwards.
 LONG_TEXT = 1 << 18
+# Characters that take a millisecond at most.
+SHORT_TEXT = 1 << 12
 
 
 class Tokenizer:
@@ -86,6 +88,15 @@ class Tokenizer:
         return 1 + max(self._rust.get_vocab(with_added_tokens=True).values())
 
     @cached_property
+    def _longest_token(self) -> int:
+        """In bytes."""
+        return max(1, *(len(self.spelled_bytes(token_id)) for token_id in range(self.vocab_size)))
+
+    def fewest_tokens(self, num_characters: int) -> int:
+        """A text of so many characters has no fewer tokens, whatever it says."""
+        return -(-num_characters // self._longest_token)
+
+    @cached_property
     def special_strings(self) -> tuple[str, ...]:
         """Spellings that encode() turns into special tokens, longest first."""
         added = self._rust.get_added_tokens_decoder().values()
@@ -137,8 +148,13 @@ class Tokenizer:
 
 def _encode(rust: RustTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     _check_unicode(text)
-    ids: list[int] = rust.encode(text, add_special_tokens=add_special_tokens).ids
+    if len(text) < SHORT_TEXT:
+        encoding = rust.encode(text, add_special_tokens=add_special_tokens)
+    else:  # a batch of one: only for batches does the library let other threads run meanwhile
+        (encoding,) = rust.encode_batch([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
     if len(text) >= LONG_TEXT:
+        del encoding
         return_free_memory()
     return ids
 

@@ -11,7 +11,7 @@ import pytest
 from services.text_engine.chat_template import VICUNA, ChatTemplate
 from services.text_engine.prompt import Prompt, PromptBuilder
 from services.text_engine.tokenizer import Tokenizer
-from shared.errors import InvalidRequest, UnsupportedFeature, UpstreamFailed
+from shared.errors import ContextTooLong, InvalidRequest, UnsupportedFeature, UpstreamFailed
 from shared.wire.engine import ChatMessage, ImagePart, TextPart
 from shared.wire.images import ImageRef
 from tests.conftest import CheckpointFactory
@@ -26,10 +26,10 @@ def message(role: str, *parts: str | ImagePart) -> ChatMessage:
     return ChatMessage(role=role, content=[TextPart(text=p) if isinstance(p, str) else p for p in parts])
 
 
-def builder(folder: Path) -> PromptBuilder:
+def builder(folder: Path, max_model_len: int | None = None) -> PromptBuilder:
     tokenizer = Tokenizer.load(folder)
     template = ChatTemplate.load(folder, model_type="", bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-    return PromptBuilder(tokenizer, template, tokenizer.token_id("<image>"))
+    return PromptBuilder(tokenizer, template, tokenizer.token_id("<image>"), max_model_len=max_model_len)
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +240,26 @@ def test_a_folder_without_template_has_none(checkpoint: CheckpointFactory, tmp_p
     config.pop("chat_template")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate.load(tmp_path, model_type="llama", bos_token=None, eos_token=None) is None
+
+
+# --- too long for any context ---------------------------------------------------------------------------------------
+
+
+def test_text_that_cannot_fit_is_refused_unread(llava: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_args, **_given: pytest.fail("it was encoded"))
+    monkeypatch.setattr(Tokenizer, "encode_literal", lambda *_args, **_given: pytest.fail("it was encoded"))
+    text = "x " * (1 << 20)
+    prompts = builder(llava, max_model_len=64)
+    with pytest.raises(ContextTooLong, match=r"2097152 characters, which are \d+ tokens at least; this model takes 64"):
+        prompts.from_prompt(text, 300)
+    with pytest.raises(ContextTooLong) as refused:
+        prompts.from_messages([message("user", text)])
+    assert refused.value.param == "messages"
+
+
+def test_long_text_is_encoded_as_its_short_pieces_are(llava: Path):
+    tokenizer = Tokenizer.load(llava)
+    text = "The quick brown fox. " * 500
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) >= tokenizer.fewest_tokens(len(text))
