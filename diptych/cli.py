@@ -128,19 +128,22 @@ def serve(
     _warn_of_unknown_variables()
     if overruled := variables.overruled(model):
         _warn(f"diptych serve sets these itself and ignores the environment's: {', '.join(overruled)}")
+    variables.drop_overruled()
     # Whatever is wrong with any setting of any service stops here, before anything is downloaded, loaded or started.
     settings = start_checks.build_engine_settings({"model": ".", **given})
-    start_checks.build_encoder_settings({"model": "."})
+    encoder = build(VisionEncoderSettings, {"model": "."})
     front = start_checks.build_gateway_settings(host, port)
     cache_memory_bytes = launch.cache_memory_bytes(cache_memory)
     start_checks.check_port(front)
     found = models.resolve(model, say=console.print)
-    draft_folder = start_checks.draft_folder(settings)
+    if found.has_vision:  # else no encoder is started
+        start_checks.check_encoder_machine(encoder)
+    draft_folder = start_checks.draft_folder(settings, given)
     if draft_folder is not None:
         given = {**given, "speculative_model": str(draft_folder)}
     name = served_model_name or found.name
     checked = {"model": found.folder, "served_model_name": name, "speculative_model": draft_folder}
-    start_checks.check_checkpoint(settings.model_copy(update=checked))
+    start_checks.check_checkpoint(settings.model_copy(update=checked), given)
     plan = launch.Plan(
         model=found,
         served_model_name=name,
@@ -329,8 +332,8 @@ def text_engine(
     _warn_of_unknown_variables()
     start_checks.build_engine_settings({"model": ".", **given})
     settings = build(TextEngineSettings, _with_model(model, given))
-    settings = settings.model_copy(update={"speculative_model": start_checks.draft_folder(settings)})
-    start_checks.check_checkpoint(settings)
+    settings = settings.model_copy(update={"speculative_model": start_checks.draft_folder(settings, given)})
+    start_checks.check_checkpoint(settings, given)
     start_checks.check_port(settings)
     from services.text_engine.app import run
 

@@ -17,16 +17,12 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from diptych.errors import BadSetting
-from shared.settings import SettingsError, choices, load_settings
+from shared.settings import SettingsError, choices, load_command_line
+from shared.settings_errors import flag
 from shared.sizes import format_size
 
 Given = Mapping[str, str | bool]  # field name -> value of a flag on the command line
 S = TypeVar("S", bound=BaseSettings)
-
-
-def flag(field: str) -> str:
-    """max_model_len -> --max-model-len"""
-    return "--" + field.replace("_", "-")
 
 
 def with_settings(
@@ -57,7 +53,7 @@ def with_settings(
 def build(settings: type[S], given: Given) -> S:
     """The settings from flags, environment and defaults. Raises BadSetting naming each wrong one."""
     try:
-        return load_settings(settings, **given)
+        return load_command_line(settings, given)
     except SettingsError as error:
         raise BadSetting(str(error)) from None
 

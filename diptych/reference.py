@@ -13,11 +13,12 @@ from typing import Final
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from diptych.options import flag, shown
+from diptych.options import shown
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
 from shared.settings import choices, env_name
+from shared.settings_errors import flag
 
 FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SERVICES: Final[dict[str, type[BaseSettings]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rich.console import Console
@@ -24,16 +24,26 @@ def build_engine_settings(given: Given) -> TextEngineSettings:
 
     settings = build(TextEngineSettings, given)
     _check_threads()
-    return _judged(check_machine, settings)
+    _judge(check_machine, settings, given)
+    return settings
 
 
 def build_encoder_settings(given: Given) -> VisionEncoderSettings:
     """As `build_engine_settings`."""
-    from services.vision_encoder.machine_preflight import check_machine
-
     settings = build(VisionEncoderSettings, given)
     _check_threads()
-    return _judged(check_machine, settings)
+    check_encoder_machine(settings, given)
+    return settings
+
+
+def check_encoder_machine(settings: VisionEncoderSettings, flags: Collection[str] = ()) -> None:
+    """That this machine can run such an encoder.
+
+    flags   the settings that the command line names
+    """
+    from services.vision_encoder.machine_preflight import check_machine
+
+    _judge(check_machine, settings, flags)
 
 
 def build_gateway_settings(host: str, port: int) -> GatewaySettings:
@@ -64,15 +74,21 @@ def checked_server_url(given: str) -> str:
         raise BadSetting(f"--url {shown(given)} {error}") from None
 
 
-def check_checkpoint(settings: TextEngineSettings) -> None:
-    """That config.json says nothing against the settings, or against the checkpoint itself."""
+def check_checkpoint(settings: TextEngineSettings, flags: Collection[str] = ()) -> None:
+    """That config.json says nothing against the settings, or against the checkpoint itself.
+
+    flags   the settings that the command line names
+    """
     from services.text_engine.preflight import check_settings
 
-    _judged(check_settings, settings)
+    _judge(check_settings, settings, flags)
 
 
-def draft_folder(settings: TextEngineSettings) -> Path | None:
-    """Of the draft model, if there is one: it may be whatever MODEL may be."""
+def draft_folder(settings: TextEngineSettings, flags: Collection[str] = ()) -> Path | None:
+    """Of the draft model, if there is one: it may be whatever MODEL may be.
+
+    flags   the settings that the command line names
+    """
     from diptych import models
 
     if settings.speculative_model is None:
@@ -81,7 +97,7 @@ def draft_folder(settings: TextEngineSettings) -> Path | None:
     try:
         return models.resolve(name, say=Console(stderr=True, highlight=False).print).folder
     except ModelUnavailable as error:
-        raise BadSetting(f"{spelled(TextEngineSettings, 'speculative_model', name)}: {error}") from None
+        raise BadSetting(f"{spelled(TextEngineSettings, 'speculative_model', name, flags=flags)}: {error}") from None
 
 
 def _check_threads() -> None:
@@ -91,9 +107,8 @@ def _check_threads() -> None:
     given_threads()
 
 
-def _judged(check: Callable[[S], None], settings: S) -> S:
+def _judge(check: Callable[[S], None], settings: S, flags: Collection[str]) -> None:
     try:
         check(settings)
     except ValueError as error:
-        raise BadSetting(reason_of(error, type(settings))) from None
-    return settings
+        raise BadSetting(reason_of(error, type(settings), flags=flags)) from None

@@ -64,6 +64,12 @@ def overruled(model: str) -> list[str]:
     return [*others, *(name for name in OVERRULED_BY_SERVE if os.environ.get(name))]
 
 
+def drop_overruled() -> None:
+    """Takes out of this process's environment what `serve` sets itself, so that nobody judges or follows it."""
+    for name in [name for name in os.environ if name.upper() in OVERRULED_BY_SERVE]:
+        del os.environ[name]
+
+
 def without_unknown(environ: Mapping[str, str]) -> dict[str, str]:
     """What a child process gets: the command says what is wrong, and not each of its children again."""
     wrong = set(unknown())

@@ -14,13 +14,15 @@ from typing import Final, Literal
 
 from shared.settings_errors import SettingRefused
 
+DRIVER_DEVICES: Final = ("/dev/nvidiactl", "/dev/dxg")  # Linux's own, and that of Windows' subsystem for it
 DTYPE_NAMES: Final = ("bfloat16", "float16", "float32")
 DeviceType = Literal["cpu", "cuda"]
 
 
 @cache
 def num_gpus() -> int | None:
-    """0: torch will find none. None: only torch can tell, because it is built for something else than CUDA."""
+    """0: torch will find none. None: only torch can tell: it is built for something else than CUDA, or the driver does
+    not answer here."""
     builds = _torch_builds()
     if builds & {"hip", "rocm", "xpu"}:
         return None
@@ -28,14 +30,17 @@ def num_gpus() -> int | None:
 
 
 def expected_device(requested: str) -> DeviceType | None:
-    """What torch will choose for a setting `device`; None: only torch can tell. Raises SettingRefused."""
+    """What torch will choose for a setting `device`, if it starts at all. Raises SettingRefused.
+
+    None: only torch can tell, which may be unable to use a GPU that the driver has.
+    """
     if requested == "cpu":
         return "cpu"
     found = num_gpus()
-    if found is None:
-        return None
-    check_device(requested, has_gpu=found > 0)
-    return "cuda" if found else "cpu"
+    check_device(requested, has_gpu=found != 0)
+    if requested == "cuda":
+        return "cuda"
+    return "cpu" if found == 0 else None
 
 
 def check_device(requested: str, *, has_gpu: bool) -> None:
@@ -63,12 +68,12 @@ def _torch_builds() -> set[str]:
     return {name for file in files for name in re.findall(r"^(\w+)\b.* = '", file.read_text(), re.MULTILINE)}
 
 
-def _num_devices_of_the_driver() -> int:
-    """Those that CUDA_VISIBLE_DEVICES leaves."""
+def _num_devices_of_the_driver() -> int | None:
+    """Those that CUDA_VISIBLE_DEVICES leaves. None: there is a driver, and its library cannot be opened here."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return None if any(Path(device).exists() for device in DRIVER_DEVICES) else 0
     count = ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from ipaddress import IPv6Address
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import AfterValidator
 
+DEFAULT_HOST: Final = "127.0.0.1"
+
 
 def check_host(value: str) -> str:
-    """`value`, an IPv6 address without its brackets. Raises ValueError saying what is wrong, to be read after it."""
+    """`value`, an IPv6 address without its brackets; DEFAULT_HOST for a blank one, which counts as unset.
+
+    Raises ValueError saying what is wrong, to be read after the value.
+    """
     host = value.strip()
     if not host:
-        raise ValueError("is empty; give 127.0.0.1, or 0.0.0.0 for every interface")
+        return DEFAULT_HOST
     if "/" in host:
         raise ValueError("is a URL; give the address alone, e.g. 127.0.0.1, and the port as port")
     if host.startswith("[") and host.endswith("]"):

@@ -7,6 +7,7 @@ The port opens before the model is loaded, so that probes can tell "loading" fro
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from shared.request_id import RequestIds
 from shared.server import serve
 from shared.service_token import RequireServiceToken
 from shared.settings import reason_of
+from shared.settings_errors import flags_of
 from shared.tls import Tls
 from shared.tracing import tracing
 
@@ -125,6 +127,6 @@ async def _start_or_give_up(app: FastAPI, service: PanelService, settings: Panel
     except Exception as error:
         expected = isinstance(error, ValueError | OSError)
         assert isinstance(settings, BaseSettings)
-        reason = reason_of(error, type(settings))
+        reason = reason_of(error, type(settings), flags=flags_of(type(settings), sys.argv))
         log.error("the model cannot be loaded", reason=reason, exc_info=None if expected else error)
         give_up(app, reason)

@@ -6,7 +6,7 @@ The fields themselves, with default and unit, live in each service's `config.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
@@ -29,6 +29,7 @@ __all__ = [
     "SettingsError",
     "choices",
     "env_name",
+    "load_command_line",
     "load_settings",
     "reason_of",
     "split_names",
@@ -70,10 +71,19 @@ RedisUrl = Annotated[
 
 
 def load_settings(cls: type[Settings], **overrides: Any) -> Settings:
-    """`cls` from the environment, with `overrides` (command-line options) winning over it.
+    """`cls` from the environment, with `overrides` winning over it.
 
     An override of None counts as not given. Raises SettingsError naming every bad setting, unknown ones too.
     """
+    return _load(cls, overrides, flags=())
+
+
+def load_command_line(cls: type[Settings], given: Mapping[str, Any]) -> Settings:
+    """As `load_settings`, for settings that flags of the command line set: a bad one is named as a flag."""
+    return _load(cls, given, flags=given)
+
+
+def _load(cls: type[Settings], overrides: Mapping[str, Any], flags: Collection[str]) -> Settings:
     given = {name: value for name, value in overrides.items() if value is not None}
     unknown = [unknown_setting(cls, name) for name in given if name not in cls.model_fields]
     if unknown:
@@ -81,7 +91,7 @@ def load_settings(cls: type[Settings], **overrides: Any) -> Settings:
     try:
         return cls(**given)
     except ValidationError as error:
-        lines = [explain(cls, details, given) for details in error.errors(include_url=False)]
+        lines = [explain(cls, details, given, flags) for details in error.errors(include_url=False)]
         raise SettingsError("\n".join(dict.fromkeys(lines))) from None  # a union tells once for each of its members
 
 
@@ -89,12 +99,15 @@ def reason_of(
     error: Exception,
     cls: type[BaseSettings],
     *,
-    argv: Sequence[str] | None = None,
+    flags: Collection[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """What to tell of a failed start: a refused setting as it was written, any other error in its own words."""
+    """What to tell of a failed start: a refused setting as it was written, any other error in its own words.
+
+    flags, environ   as for `spelled`
+    """
     if isinstance(error, SettingRefused):
-        return f"{spelled(cls, error.name, error.value, argv=argv, environ=environ)} {error.problem}"
+        return f"{spelled(cls, error.name, error.value, flags=flags, environ=environ)} {error.problem}"
     if isinstance(error, ValueError | OSError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
@@ -47,24 +46,34 @@ def spelled(
     field: str,
     value: object,
     *,
-    argv: Sequence[str] | None = None,
+    flags: Collection[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """`--port 7`, `DIPTYCH_GATEWAY_PORT=7` or, from Python, `port=7`: as it was written for this process.
+    """`--port 7`, `DIPTYCH_GATEWAY_PORT=7` or, from Python, `port=7`: as it was written.
 
-    argv, environ   None: this process's
+    flags     the fields of `cls` that flags of the command line set
+    environ   None: this process's
     """
-    flag = f"--{field.replace('_', '-')}"
-    words = sys.argv if argv is None else argv
-    is_flag = any(word in (flag, f"--no-{flag[2:]}") or word.startswith(f"{flag}=") for word in words[1:])
+    is_flag = field in flags
     variable = env_name(cls, field)
     is_variable = variable in (os.environ if environ is None else environ)
-    name = flag if is_flag else variable if is_variable else field
+    name = flag(field) if is_flag else variable if is_variable else field
     if is_secret(cls.model_fields[field].annotation):
         return f"{name} (not shown)"
     if is_flag and isinstance(value, bool):
-        return flag
+        return name if value else f"--no-{name[2:]}"
     return f"{name}{' ' if is_flag else '='}{shown(value)}"
+
+
+def flags_of(cls: type[BaseSettings], argv: Sequence[str]) -> set[str]:
+    """The fields that a command line sets, if it is that of a process that runs this one service."""
+    names = {word.partition("=")[0] for word in argv[1:]}
+    return {field for field in cls.model_fields if names & {flag(field), f"--no-{flag(field)[2:]}"}}
+
+
+def flag(field: str) -> str:
+    """max_model_len -> --max-model-len"""
+    return f"--{field.replace('_', '-')}"
 
 
 def shown(value: object) -> str:
@@ -96,10 +105,13 @@ def unknown_setting(cls: type[BaseSettings], name: str) -> str:
     return f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
-def explain(cls: type[BaseSettings], details: ErrorDetails, given: Mapping[str, Any]) -> str:
+def explain(
+    cls: type[BaseSettings], details: ErrorDetails, given: Mapping[str, Any], flags: Collection[str] = ()
+) -> str:
     """One line about one of pydantic's complaints.
 
     given   the settings that were not read from the environment
+    flags   those of them that the command line set
     """
     field = _field_of(cls, details["loc"])
     words = details["msg"].removeprefix(_OWN_WORDS)
@@ -108,8 +120,8 @@ def explain(cls: type[BaseSettings], details: ErrorDetails, given: Mapping[str, 
     info = cls.model_fields[field]
     if details["type"] == "missing":
         return f"{env_name(cls, field)} is not set; wanted: {info.description}"
-    # A flag wins over its variable, so a variable that is set as well is not what was refused.
-    where = spelled(cls, field, details["input"], environ={} if field in given else None)
+    # What is given wins over its variable, so a variable that is set as well is not what was refused.
+    where = spelled(cls, field, details["input"], flags=flags, environ={} if field in given else None)
     if details["type"] == "value_error":
         return f"{where} {words}" if words.startswith(("is ", "must ")) else f"{where}: {words}"
     problem = wrong_value(details, info.annotation, _limits(info.metadata))

@@ -35,7 +35,9 @@ def format_size(size_bytes: int) -> str:
 def parse_memory(text: str) -> int:
     """As `parse_size`, for a cache's memory. Raises ValueError also for a number that nobody means in bytes."""
     size_bytes = parse_size(text)
-    if 0 < size_bytes < LEAST_MEMORY_BYTES:
+    if not size_bytes:
+        raise ValueError("is no memory at all; give a size, e.g. 512MiB, or leave it out")
+    if size_bytes < LEAST_MEMORY_BYTES:
         raise ValueError(f"is {format_size(size_bytes)}, too little for any cache; give it with a unit, e.g. 512MiB")
     return size_bytes
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.gateway.file_store import LONGEST_LIFE_S
-from shared.listen_address import Host
+from shared.listen_address import DEFAULT_HOST, Host
 from shared.log import LogFormat
 from shared.service_token import ServiceTokens
 from shared.service_urls import check_service_url
@@ -51,16 +51,26 @@ def _base_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _split_keys(value: object) -> object:
+    """Blank is unset. What is written and holds no key is no open API: a template's variables may have been empty."""
+    names = split_names(value)
+    if isinstance(value, str) and value.strip() and not names:
+        raise ValueError("holds no key; give KEY or NAME:KEY, separated by commas, or leave it out for none")
+    return names
+
+
 def _are_written_as_keys(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     """A list as JSON or YAML writes it would be keys that begin or end with its brackets and quotes."""
     written = [key.get_secret_value() for key in keys]
     if any(key[0] in LIST_MARKS or key[-1] in LIST_MARKS for key in written):
         raise ValueError("no key may begin or end with a bracket or quote; write keys as KEY,KEY or NAME:KEY,NAME:KEY")
+    if any(key.endswith(":") for key in written):
+        raise ValueError("a name has no key behind it; write keys as NAME:KEY")
     return keys
 
 
 ServiceUrls = Annotated[tuple[Annotated[str, AfterValidator(_base_url)], ...], NoDecode, BeforeValidator(split_names)]
-Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_names), AfterValidator(_are_written_as_keys)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys), AfterValidator(_are_written_as_keys)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -71,7 +81,7 @@ class GatewaySettings(BaseSettings):
         env_prefix="DIPTYCH_GATEWAY_", frozen=True, extra="forbid", validate_default=True, populate_by_name=True
     )
 
-    host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
+    host: Host = Field(DEFAULT_HOST, description="address to listen on; 0.0.0.0 opens it to the network")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, and above")
     log_format: LogFormat = Field("auto", description="auto: readable lines on a terminal, JSON lines elsewhere")

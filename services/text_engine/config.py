@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from shared.listen_address import Host
+from shared.listen_address import DEFAULT_HOST, Host
 from shared.log import LogFormat
 from shared.reasoning import ReasoningFormat
 from shared.resources import MAX_THREADS
@@ -36,7 +36,7 @@ class TextEngineSettings(BaseSettings):
 
     model: Path = Field(description="checkpoint folder in Hugging Face format")
     served_model_name: str | None = Field(None, description="model id in answers; default: the folder's name")
-    host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
+    host: Host = Field(DEFAULT_HOST, description="address to listen on; 0.0.0.0 opens it to the network")
     port: int = Field(8002, ge=0, le=65535, description="port to listen on")
 
     tool_call_parser: Literal["auto"] | ToolFormat = Field(
@@ -83,7 +83,7 @@ class TextEngineSettings(BaseSettings):
         False, description="on a GPU no CUDA graphs; on a CPU no compiled kernels: plain PyTorch"
     )
 
-    max_model_len: int | None = Field(None, ge=1, description="tokens of prompt and answer; default: the model's own")
+    max_model_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="sequences running at once")
     max_num_batched_tokens: int = Field(512, ge=1, validate_default=True, description="tokens computed in one step")
     max_prefill_tokens_while_decoding: int = Field(

@@ -1,6 +1,7 @@
 """What this machine lets no engine have, found out without torch: told before anything is downloaded or started.
 
-Only what is certain is refused here. Whoever loads the model asks torch itself, and has the last word.
+`check_machine` refuses only what is certain. Whoever loads the model knows the device from torch itself, asks the other
+checks again and has the last word.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from services.text_engine.config import TextEngineSettings
-from shared.gpus import DeviceType, check_dtype, expected_device, num_gpus
+from shared.gpus import check_dtype, expected_device, num_gpus
 from shared.settings_errors import SettingRefused
 
 ENTRY_POINTS: Final = "diptych.logits_processors"
@@ -25,46 +26,55 @@ def check_machine(settings: TextEngineSettings) -> None:
     device = expected_device(settings.device)
     if device is not None:
         check_dtype(settings.dtype, device)
-        _check_kernels(settings, device)
-        _check_processes(settings, device)
-    if settings.batch_invariant:
-        _check_can_be_invariant(settings, device)
+    if device == "cuda" and (found := num_gpus()) is not None:
+        check_num_gpus(settings, found)
+    check_kernels(settings, device)
+    check_host_cache(settings, device)
 
 
-def _check_kernels(settings: TextEngineSettings, device: DeviceType) -> None:
-    wants_triton = settings.attention_backend == "triton"
-    if wants_triton and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+def uses_triton(settings: TextEngineSettings, device: str | None) -> bool:
+    """Whether Triton's kernels compute attention.
+
+    device   "cpu" or "cuda"; here as below None: not known yet, so only what is true of each is said
+    """
+    return settings.attention_backend == "triton" or (settings.attention_backend == "auto" and device != "cpu")
+
+
+def check_kernels(settings: TextEngineSettings, device: str | None) -> None:
+    """Raises SettingRefused for a backend that the device has not, and for what the backend cannot do."""
+    is_triton = settings.attention_backend == "triton"
+    if is_triton and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise SettingRefused("attention_backend", "triton", "needs a GPU (or, for tests, TRITON_INTERPRET=1); use auto")
-    has_triton = wants_triton or (settings.attention_backend == "auto" and device == "cuda")
-    if settings.kv_cache_dtype == "fp8" and not has_triton:
+    if settings.kv_cache_dtype == "fp8" and not uses_triton(settings, device):
         raise SettingRefused("kv_cache_dtype", "fp8", "needs the Triton kernels, and so a GPU; use int8")
-    if settings.host_cache_memory is not None and device == "cpu":
-        raise SettingRefused(
-            "host_cache_memory",
-            settings.host_cache_memory,
-            "is for GPUs: on a CPU the KV cache is in host memory already; raise kv_cache_memory instead",
-        )
-
-
-def _check_processes(settings: TextEngineSettings, device: DeviceType) -> None:
-    size, found = settings.tensor_parallel_size, num_gpus()
-    if device == "cuda" and found is not None and size > found:
-        raise SettingRefused("tensor_parallel_size", size, f"needs as many GPUs; this machine has {found}")
-    if settings.host_cache_memory is not None and size > 1:
-        raise SettingRefused(
-            "host_cache_memory", settings.host_cache_memory, "works with one process only, tensor_parallel_size 1"
-        )
-
-
-def _check_can_be_invariant(settings: TextEngineSettings, device: DeviceType | None) -> None:
     is_plain = settings.attention_backend in ("reference", "triton") or settings.enforce_eager
-    if device == "cuda" or is_plain or settings.tensor_parallel_size > 1:
+    if settings.batch_invariant and (device == "cuda" or is_plain or settings.tensor_parallel_size > 1):
         raise SettingRefused(
             "batch_invariant",
             True,
             "needs the compiled CPU kernels: device cpu, attention_backend auto or cpu, no enforce_eager and "
             "tensor_parallel_size 1",
         )
+
+
+def check_num_gpus(settings: TextEngineSettings, found: int) -> None:
+    """Raises SettingRefused where there are fewer GPUs than processes that each want one."""
+    size = settings.tensor_parallel_size
+    if size > found:
+        raise SettingRefused("tensor_parallel_size", size, f"needs as many GPUs; this machine has {found}")
+
+
+def check_host_cache(settings: TextEngineSettings, device: str | None) -> None:
+    """Raises SettingRefused for copies of evicted blocks that would be of no use, or that no rank could keep."""
+    if settings.host_cache_memory is None:
+        return
+    problem = None
+    if device == "cpu":
+        problem = "is for GPUs: on a CPU the KV cache is in host memory already; raise kv_cache_memory instead"
+    elif settings.tensor_parallel_size > 1:
+        problem = "works with one process only, tensor_parallel_size 1"
+    if problem is not None:
+        raise SettingRefused("host_cache_memory", settings.host_cache_memory, problem)
 
 
 def _check_logits_processors(names: Iterable[str]) -> None:
@@ -83,13 +93,12 @@ def _check_logits_processors(names: Iterable[str]) -> None:
 
 
 def _is_module(name: str) -> bool:
-    """Whether Python would find it, in the current folder as well; nothing is imported, not even its parents."""
-    top, *inner = name.split(".")
-    if not all(part.isidentifier() for part in (top, *inner)):
+    """Whether Python would find its package, in the current folder as well. What is in a package is known only to who
+    imports it, as it may look for its modules elsewhere, too."""
+    parts = name.split(".")
+    if not all(parts) or parts[0] == "__main__":  # the engine's own, which is nobody else's
         return False
-    spec = find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
-    for part in inner:
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = PathFinder.find_spec(f"{spec.name}.{part}", list(spec.submodule_search_locations))
-    return spec is not None
+    try:
+        return (find_spec(parts[0]) or PathFinder.find_spec(parts[0], [os.getcwd()])) is not None
+    except ValueError:  # it is imported already and has no spec, so Python would not look for it
+        return True

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from shared.listen_address import Host
+from shared.listen_address import DEFAULT_HOST, Host
 from shared.log import LogFormat
 from shared.resources import MAX_THREADS, available_cores, default_threads
 from shared.service_token import ServiceTokens
@@ -30,7 +30,7 @@ class VisionEncoderSettings(BaseSettings):
 
     model: Path = Field(description="checkpoint folder in Hugging Face format")
     served_model_name: str | None = Field(None, description="model id in /v1/info; default: the folder's name")
-    host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 opens it to the network")
+    host: Host = Field(DEFAULT_HOST, description="address to listen on; 0.0.0.0 opens it to the network")
     port: int = Field(8001, ge=0, le=65535, description="port to listen on")
     public_url: str | None = Field(None, description="base URL under which others reach this very replica")
 

@@ -7,8 +7,8 @@ import torch
 from services.vision_encoder.config import Quantization, VisionEncoderSettings
 from services.vision_encoder.families.interface import Family
 from services.vision_encoder.int8_linear import quantize_linears
+from services.vision_encoder.machine_preflight import check_quantization
 from shared.hashing import digest
-from shared.settings_errors import SettingRefused
 
 
 def prepare_family(family: Family, quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
@@ -17,9 +17,8 @@ def prepare_family(family: Family, quantization: Quantization, device: torch.dev
     Only the tower's layers: the patch embedding and what follows the tower are little work, and what they lose nothing
     behind them makes good.
     """
+    check_quantization(quantization, device.type)
     if quantization == "int8":
-        if device.type != "cpu":
-            raise SettingRefused("quantization", "int8", "is for CPUs; on a GPU leave it at none")
         quantize_linears(family.tower.get_submodule("layers"))
     family.prepare_weights(device, dtype)
 

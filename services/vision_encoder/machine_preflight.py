@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.vision_encoder.config import VisionEncoderSettings
+from services.vision_encoder.config import Quantization, VisionEncoderSettings
 from shared.gpus import check_dtype, expected_device
 from shared.settings_errors import SettingRefused
 
@@ -12,5 +12,13 @@ def check_machine(settings: VisionEncoderSettings) -> None:
     device = expected_device(settings.device)
     if device is not None:
         check_dtype(settings.dtype, device)
-    if device == "cuda" and settings.quantization == "int8":
+        check_quantization(settings.quantization, device)
+
+
+def check_quantization(quantization: Quantization, device: str) -> None:
+    """Raises SettingRefused where the device has no kernels for it.
+
+    device   "cpu" or "cuda"
+    """
+    if device != "cpu" and quantization == "int8":
         raise SettingRefused("quantization", "int8", "is for CPUs; on a GPU leave it at none")

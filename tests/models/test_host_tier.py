@@ -34,7 +34,7 @@ def tokens(length: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def folder(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(loading, "host_tier_pays", lambda device: True)
+    monkeypatch.setattr(loading, "check_host_cache", lambda settings, device: None)  # as if it had a GPU
     return checkpoint("llama")
 
 

@@ -170,6 +170,17 @@ def test_the_version_is_the_distributions(run: Run) -> None:
             "--num-threads 99999 is too large; give a whole number from 1 to 1024",
         ),
         (["vision-encoder", "demo", "--num-threads", "1025"], {}, "--num-threads 1025 is too large"),
+        (["gateway"], {"DIPTYCH_GATEWAY_API_KEYS": ", ,"}, "DIPTYCH_GATEWAY_API_KEYS (not shown): holds no key; give"),
+        (
+            ["gateway"],
+            {"DIPTYCH_GATEWAY_API_KEYS": "a:b,c:"},
+            "DIPTYCH_GATEWAY_API_KEYS (not shown): a name has no key",
+        ),
+        (
+            ["text-engine", "demo", "--max-model-len", "1"],
+            {},
+            "--max-model-len 1 is too small; give a whole number of",
+        ),
         (
             ["gateway"],
             {"DIPTYCH_GATEWAY_API_KEYS": "[alpha, beta]"},

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
 import pytest
 from typer.main import get_command
 
 from diptych import foreign_flags
 from diptych.cli import app
 from diptych.errors import BadSetting
-from diptych.foreign_flags import INSTEAD, PROGRAMS, SAME
+from diptych.foreign_flags import ALL, INSTEAD, PROGRAMS, SAME, SAME_IN
+from diptych.variables import OVERRULED_BY_SERVE
+from shared.settings import env_name
 
 
-def flags_of(command: str) -> set[str]:
+@cache
+def flags_of(command: str) -> frozenset[str]:
     """As `Command.parse_args` gathers them."""
     found = get_command(app).commands[command]  # type: ignore[attr-defined]
-    return {name for param in found.params for name in (*param.opts, *param.secondary_opts)}
+    return frozenset(name for param in found.params for name in (*param.opts, *param.secondary_opts))
 
 
 def said_of(command: str, *words: str) -> str:
@@ -64,8 +70,45 @@ def test_what_the_command_has_and_what_nobody_knows_is_left_to_the_command_line(
     foreign_flags.refuse("serve", words, flags_of("serve"))
 
 
-def test_every_answer_names_a_flag_or_variable_that_exists() -> None:
-    settings = {field for each in PROGRAMS.values() for field in each.model_fields}
-    known = flags_of("serve") | {f"--{field.replace('_', '-')}" for field in settings} | INSTEAD.keys()
-    assert set(SAME.values()) <= known | {"--model"}
-    assert not (SAME.keys() | INSTEAD.keys()) & flags_of("serve")
+@pytest.mark.parametrize(
+    ("command", "word", "said"),
+    [
+        ("text-engine", "--api-key=x", "set the variable DIPTYCH_SERVICE_TOKEN, as every user"),
+        ("vision-encoder", "--ssl-keyfile", "here it is --tls-key-file"),
+        ("vision-encoder", "--ssl-ca-certs", "here it is --tls-ca-file"),
+        ("gateway", "--ssl-certfile", "here it is --front-cert-file"),
+        ("gateway", "-dp", "only diptych serve starts several engines, with --text-engines N"),
+        ("text-engine", "--dp-size=2", "only diptych serve starts several engines, with --text-engines N"),
+        ("serve", "-dp", "here it is --text-engines"),
+        ("gateway", "-ngl", "that is for diptych text-engine and diptych vision-encoder"),
+        ("serve", "--tls-cert-file", "--tls-cert-file is for diptych gateway and"),
+    ],
+)
+def test_the_answer_is_true_of_the_command_that_was_given(command: str, word: str, said: str) -> None:
+    assert f"; {said}" in said_of(command, word)
+
+
+ANSWERED = sorted(
+    {*SAME, *(flag for table in SAME_IN.values() for flag in table), *(flag for _, table in INSTEAD for flag in table)}
+    | {f"--{field.replace('_', '-')}" for settings in PROGRAMS.values() for field in settings.model_fields}
+)
+OF_HUGGING_FACE = {"HF_TOKEN", "HF_HOME"}
+
+
+def variables_read_by(command: str) -> set[str]:
+    programs = ALL if command == "serve" else (command,)
+    read = {env_name(PROGRAMS[program], field) for program in programs for field in PROGRAMS[program].model_fields}
+    if command == "serve":
+        read -= set(OVERRULED_BY_SERVE)
+    return read if command == "gateway" else read | OF_HUGGING_FACE
+
+
+@pytest.mark.parametrize("command", ["serve", *ALL])
+def test_whatever_is_answered_names_what_this_very_command_reads_or_a_command_that_does(command: str) -> None:
+    for flag in set(ANSWERED) - flags_of(command):
+        answer = said_of(command, flag).partition("; ")[2]
+        named = re.findall(r"diptych ([a-z-]+)", answer)
+        own = frozenset[str]().union(*(flags_of(each) for each in named or [command]))
+        flags = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", answer)
+        assert [each for each in flags if each not in own and each[2:] not in own] == [], answer
+        assert {*re.findall(r"\b[A-Z]+_[A-Z_]+\b", answer)} <= variables_read_by(command), answer

@@ -66,7 +66,7 @@ def test_a_refused_secret_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch
 
 def test_a_secret_that_a_running_service_refuses_is_not_shown_either() -> None:
     error = SettingRefused("redis_url", WRITTEN["redis_url"], "cannot be reached")
-    said = reason_of(error, GatewaySettings, argv=["diptych", "gateway", "--redis-url", "x"], environ={})
+    said = reason_of(error, GatewaySettings, flags=["redis_url"], environ={})
     assert said == "--redis-url (not shown) cannot be reached"
 
 

@@ -14,6 +14,7 @@ from services.text_engine.config import TextEngineSettings
 from services.vision_encoder.config import VisionEncoderSettings
 from shared import resources
 from shared.settings import SettingRefused, SettingsError, choices, env_name, load_settings, reason_of
+from shared.settings_errors import flags_of
 from shared.sizes import format_size, parse_size
 
 
@@ -90,8 +91,14 @@ def test_a_refused_setting_is_named_as_it_was_written(
     words: list[str], variables: dict[str, str], spelling: str
 ) -> None:
     error = SettingRefused("max_model_len", 7, "is too much; give 5")
-    said = reason_of(error, TextEngineSettings, argv=words, environ=variables)
+    said = reason_of(error, TextEngineSettings, flags=flags_of(TextEngineSettings, words), environ=variables)
     assert said == f"{spelling} is too much; give 5"
+
+
+@pytest.mark.parametrize(("value", "spelling"), [(True, "--enforce-eager"), (False, "--no-enforce-eager")])
+def test_a_refused_switch_is_named_as_the_flag_that_it_was(value: bool, spelling: str) -> None:
+    error = SettingRefused("enforce_eager", value, "is not for this model")
+    assert reason_of(error, TextEngineSettings, flags=["enforce_eager"]) == f"{spelling} is not for this model"
 
 
 def test_an_error_of_another_kind_keeps_its_words_and_one_without_words_gets_its_name() -> None:

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from diptych import launch, start_checks
-from diptych.errors import BadSetting
+from diptych.cli import app
+from diptych.errors import BadSetting, ModelUnavailable
+from diptych.machine import free_ports
 from diptych.models import Model
 from diptych.processes import Command, StartFailed, Supervisor
+from diptych.variables import OVERRULED_BY_SERVE
 from services.gateway.config import GatewaySettings
 from services.text_engine import machine_preflight
 from services.text_engine.config import TextEngineSettings
@@ -22,7 +26,7 @@ from services.text_engine.runner.logits_processors import ENTRY_POINTS
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.machine_preflight import check_machine as check_encoder
 from shared import gpus
-from shared.settings import SettingRefused, SettingsError, load_settings
+from shared.settings import SettingRefused, SettingsError, env_name, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +59,8 @@ def refused(**settings: Any) -> str:
         ({"host_cache_memory": "1GiB"}, "host_cache_memory=1GiB is for GPUs"),
         ({"batch_invariant": True, "enforce_eager": True}, "batch_invariant=True needs the compiled CPU kernels"),
         ({"logits_processors": "none_such:Class"}, "names the module 'none_such', which is not installed"),
-        ({"logits_processors": "json.none_such:Class"}, "names the module 'json.none_such', which is not installed"),
+        ({"logits_processors": "none_such.inner:Class"}, "names the module 'none_such.inner', which is not installed"),
+        ({"logits_processors": "__main__:Class"}, "names the module '__main__', which is not installed"),
         ({"logits_processors": "a..b:Class"}, "names the module 'a..b', which is not installed"),
         ({"logits_processors": "none_such"}, "is no entry point of any package in diptych.logits_processors"),
     ],
@@ -70,10 +75,14 @@ def test_what_a_machine_without_a_gpu_cannot_do_is_said_at_once(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"tensor_parallel_size": 4}, "tensor_parallel_size=4 needs as many GPUs; this machine has 2"),
+        (
+            {"device": "cuda", "tensor_parallel_size": 4},
+            "tensor_parallel_size=4 needs as many GPUs; this machine has 2",
+        ),
         ({"tensor_parallel_size": 2, "host_cache_memory": "1GiB"}, "works with one process only"),
         ({"kv_cache_dtype": "fp8", "attention_backend": "reference"}, "needs the Triton kernels"),
-        ({"batch_invariant": True}, "needs the compiled CPU kernels"),
+        ({"device": "cuda", "batch_invariant": True}, "needs the compiled CPU kernels"),
+        ({"device": "cuda", "attention_backend": "cpu", "kv_cache_dtype": "fp8"}, "needs the Triton kernels"),
     ],
 )
 def test_what_a_machine_with_gpus_cannot_do_is_said_at_once(machine: Any, settings: dict[str, Any], said: str) -> None:
@@ -88,6 +97,10 @@ def test_what_a_machine_with_gpus_cannot_do_is_said_at_once(machine: Any, settin
         (0, {"kv_cache_dtype": "int8", "batch_invariant": True}),
         (2, {"device": "cuda", "kv_cache_dtype": "fp8", "dtype": "float16", "tensor_parallel_size": 2}),
         (2, {"host_cache_memory": "1GiB"}),
+        (2, {"batch_invariant": True}),
+        (2, {"tensor_parallel_size": 4}),
+        (2, {"dtype": "float16", "kv_cache_dtype": "fp8"}),
+        (0, {"logits_processors": "json.made_at_import:Class"}),
         (None, {"device": "cuda", "kv_cache_dtype": "fp8", "tensor_parallel_size": 8}),
     ],
 )
@@ -114,7 +127,8 @@ def test_an_encoders_settings_are_judged_too(machine: Any) -> None:
         check_encoder(load_settings(VisionEncoderSettings, model="m", device="cuda"))
     machine(1)
     with pytest.raises(SettingRefused, match="quantization=int8 is for CPUs"):
-        check_encoder(load_settings(VisionEncoderSettings, model="m", quantization="int8"))
+        check_encoder(load_settings(VisionEncoderSettings, model="m", device="cuda", quantization="int8"))
+    check_encoder(load_settings(VisionEncoderSettings, model="m", quantization="int8"))
 
 
 def test_the_group_of_entry_points_is_the_one_that_the_engine_reads() -> None:
@@ -128,6 +142,37 @@ def test_a_machine_is_judged_without_torch_and_as_torch_sees_it() -> None:
 
     found = torch.cuda.device_count() if torch.version.hip is None else None
     assert done.stdout.split() == [str(found), "False"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [
+        (0, {"cpu": "cpu", "auto": "cpu"}),
+        (1, {"cpu": "cpu", "auto": None, "cuda": "cuda"}),
+        (None, {"cpu": "cpu", "auto": None, "cuda": "cuda"}),
+    ],
+)
+def test_a_gpu_of_the_driver_is_no_promise_that_torch_can_use_it(
+    machine: Any, num_gpus: int | None, expected: dict[str, str | None]
+) -> None:
+    machine(num_gpus)
+    assert {requested: gpus.expected_device(requested) for requested in expected} == expected
+
+
+@pytest.mark.parametrize(("has_device_file", "found"), [(True, None), (False, 0)])
+def test_a_driver_whose_library_cannot_be_opened_leaves_the_number_of_gpus_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_device_file: bool, found: int | None
+) -> None:
+    def open_none(_name: str) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    device_file = tmp_path / "nvidiactl"
+    if has_device_file:
+        device_file.touch()
+    monkeypatch.setattr(gpus.ctypes, "CDLL", open_none)
+    monkeypatch.setattr(gpus, "DRIVER_DEVICES", (device_file,))
+    monkeypatch.setattr(gpus, "_torch_builds", lambda: {"cuda"})
+    assert gpus.num_gpus.__wrapped__() is found
 
 
 @pytest.mark.parametrize(
@@ -148,7 +193,6 @@ def test_a_step_without_room_for_every_sequence_is_refused_with_the_settings(giv
         ("http://127.0.0.1", "host=http://127.0.0.1 is a URL; give the address alone"),
         ("127.0.0.1:9000", "host=127.0.0.1:9000 is an address with a port; give them apart, host 127.0.0.1 and port"),
         ("[::1]:9000", "is an address with a port; give them apart, host [::1] and port 9000"),
-        (" ", "host=' ' is empty; give 127.0.0.1, or 0.0.0.0"),
     ],
 )
 @pytest.mark.parametrize("service", [GatewaySettings, VisionEncoderSettings, TextEngineSettings])
@@ -156,6 +200,16 @@ def test_an_address_to_listen_on_is_refused_with_what_is_wrong_about_it(service:
     with pytest.raises(SettingsError) as refusal:
         load_settings(service, **({"model": "m"} if "model" in service.model_fields else {}), host=host)
     assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("service", [GatewaySettings, VisionEncoderSettings, TextEngineSettings])
+def test_a_blank_address_to_listen_on_counts_as_unset(
+    monkeypatch: pytest.MonkeyPatch, service: Any, blank: str
+) -> None:
+    monkeypatch.setenv(env_name(service, "host"), blank)
+    settings = load_settings(service, **({"model": "m"} if "model" in service.model_fields else {}))
+    assert settings.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(("host", "meant"), [("[::1]", "::1"), ("::", "::"), ("localhost", "localhost")])
@@ -197,6 +251,56 @@ def test_an_embedding_cache_of_next_to_nothing_is_refused_with_its_unit(size: st
 def test_a_memory_that_nobody_means_in_bytes_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match=f"{name}=2 is 2B, too little for any cache; give it with a unit"):
         load_settings(TextEngineSettings, model="m", **{name: "2"})
+
+
+@pytest.mark.parametrize("name", ["kv_cache_memory", "host_cache_memory"])
+def test_a_cache_of_no_memory_is_refused_with_the_settings(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}=0 is no memory at all; give a size, e.g. 512MiB, or leave it out"):
+        load_settings(TextEngineSettings, model="m", **{name: "0"})
+
+
+@pytest.fixture
+def text_model(tmp_path: Path) -> Path:
+    """A folder that passes for a text model's until it is loaded."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+def said_by_serve(*words: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *words, "--port", str(free_ports(1)[0])])
+    assert isinstance(result.exception, BadSetting | ModelUnavailable), result.output
+    return str(result.exception)
+
+
+def test_a_variable_of_the_encoders_is_not_blamed_on_a_flag_for_the_engines(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(0)
+    monkeypatch.setenv("DIPTYCH_ENCODER_DEVICE", "cuda")
+    assert said_by_serve("demo", "--device", "cpu").startswith("DIPTYCH_ENCODER_DEVICE=cuda cannot be used")
+
+
+def test_a_flag_is_named_although_its_variable_is_set_too(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(0)
+    monkeypatch.setenv("DIPTYCH_ENGINE_DEVICE", "cpu")
+    assert said_by_serve("demo", "--device", "cuda").startswith("--device cuda cannot be used")
+
+
+def test_the_encoders_machine_is_not_judged_for_a_model_without_vision(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, text_model: Path
+) -> None:
+    machine(0)
+    monkeypatch.setenv("DIPTYCH_ENCODER_DEVICE", "cuda")
+    said = said_by_serve(str(text_model), "--speculative-model", "no-such-draft")
+    assert said.startswith("--speculative-model no-such-draft: model")
+
+
+@pytest.mark.parametrize("variable", OVERRULED_BY_SERVE)
+@pytest.mark.parametrize("value", ["tcp://10.0.0.1:80", ""])
+def test_serve_does_not_judge_what_it_overrules(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    assert said_by_serve("./no-such-model").startswith("model './no-such-model' is neither")
 
 
 def test_serve_gives_both_panels_the_name_that_it_was_told(tmp_path: Path) -> None:

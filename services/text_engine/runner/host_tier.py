@@ -5,11 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def host_tier_pays(device: torch.device) -> bool:
-    """Whether the device has memory of its own: a CPU's KV cache is on the host already."""
-    return device.type != "cpu"
-
-
 class HostTier:
     """num_slots blocks for each layer, laid out as on the device.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from services.text_engine.kernels.native_library import load_native
 from services.text_engine.kernels.native_matmul import WIDENED_DTYPES, PackedLinear, packing_pays
 from services.text_engine.kernels.native_quantized import NativeQuantizedLinear, UnpackingLinear
 from services.text_engine.kernels.quant_layout import from_grouped
+from services.text_engine.machine_preflight import check_host_cache, check_kernels, check_num_gpus, uses_triton
 from services.text_engine.models.config import ModelConfig
 from services.text_engine.models.interface import CausalModel
 from services.text_engine.models.layers import Linear, MakeProduct, MakeQuantizedProduct, Product
@@ -36,7 +36,7 @@ from services.text_engine.runner.cuda_graphs import graph_memory_bytes, graph_si
 from services.text_engine.runner.device_sampling import DrawTokens
 from services.text_engine.runner.draft_model import DraftDecoder
 from services.text_engine.runner.forward_pass import ForwardPass
-from services.text_engine.runner.host_tier import HostTier, host_tier_pays
+from services.text_engine.runner.host_tier import HostTier
 from services.text_engine.runner.image_inputs import MergeRows
 from services.text_engine.runner.kv_cache import BLOCK_SIZE, KVCachePlan, memory_budget, plan_kv_cache
 from services.text_engine.runner.lora_modules import AdaptedModel, adapters_of_rank, read_lora_modules
@@ -99,10 +99,7 @@ def rank_device(settings: TextEngineSettings, index: int) -> torch.device:
     size = settings.tensor_parallel_size
     if device.type != "cuda" or size == 1:
         return device
-    if torch.cuda.device_count() < size:
-        raise SettingRefused(
-            "tensor_parallel_size", size, f"needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine"
-        )
+    check_num_gpus(settings, torch.cuda.device_count())
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -115,6 +112,7 @@ def load_model(
     config  the whole model's
     Raises ValueError or OSError subclasses whose message says which setting or file is wrong.
     """
+    check_host_cache(settings, device.type)
     _set_threads(settings.num_threads, 1 if ranks is None else ranks.size)
     dtype = choose_dtype(settings.dtype, device)
     parts = choose_parts(settings, device, dtype)
@@ -254,16 +252,6 @@ def _host_tier(
 ) -> HostTier | None:
     if settings.host_cache_memory is None:
         return None
-    if not host_tier_pays(device):
-        raise SettingRefused(
-            "host_cache_memory",
-            settings.host_cache_memory,
-            "is for GPUs: on a CPU the KV cache is in host memory already; raise kv_cache_memory instead",
-        )
-    if settings.tensor_parallel_size > 1:
-        raise SettingRefused(
-            "host_cache_memory", settings.host_cache_memory, "works with one process only, tensor_parallel_size 1"
-        )
     num_slots = parse_size(settings.host_cache_memory) // bytes_per_block
     if num_slots < 1:
         raise SettingRefused(
@@ -289,9 +277,10 @@ def _set_threads(num_threads: int | None, num_ranks: int) -> None:
 
 def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> DeviceParts:
     """Triton's kernels on a GPU, the compiled ones on a CPU where they exist and are wanted, else plain PyTorch."""
+    check_kernels(settings, device.type)
     if settings.batch_invariant:
-        _check_can_be_invariant(settings, device, dtype)
-    if settings.attention_backend == "triton" or (settings.attention_backend == "auto" and device.type == "cuda"):
+        _check_can_be_invariant(dtype)
+    if uses_triton(settings, device.type):
         return _triton_parts(settings, device, dtype)
     kv_cache_format = _plain_cache_format(settings, dtype)
     wants_native = settings.attention_backend != "reference" and not settings.enforce_eager
@@ -318,31 +307,21 @@ def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torc
 def _plain_cache_format(settings: TextEngineSettings, dtype: torch.dtype) -> KVFormat:
     """Without the Triton kernels. A model that computes in fp32 for want of bf16 arithmetic keeps keys and values in
     bf16 all the same: attention's decoding is reading them, and half as much takes half the time."""
-    if settings.kv_cache_dtype == "fp8":
-        raise SettingRefused("kv_cache_dtype", "fp8", "needs the Triton kernels, and so a GPU; use int8")
+    assert settings.kv_cache_dtype != "fp8", "refused by check_kernels"
     if settings.kv_cache_dtype == "auto" and settings.dtype == "auto" and dtype == torch.float32:
         return "bfloat16"
     return settings.kv_cache_dtype
 
 
-def _check_can_be_invariant(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError where products or attention are somebody else's, who promises nothing of the kind."""
-    is_plain = settings.attention_backend in ("reference", "triton") or settings.enforce_eager
-    if device.type != "cpu" or is_plain or settings.tensor_parallel_size > 1 or load_native() is None:
-        raise SettingRefused(
-            "batch_invariant",
-            True,
-            "needs the compiled CPU kernels, one process and no other attention backend (device "
-            f"{device}, attention_backend {settings.attention_backend!r}, enforce_eager {settings.enforce_eager}, "
-            f"tensor_parallel_size {settings.tensor_parallel_size})",
-        )
+def _check_can_be_invariant(dtype: torch.dtype) -> None:
+    """Raises SettingRefused where products or attention are somebody else's, who promises nothing of the kind."""
+    if load_native() is None:
+        raise SettingRefused("batch_invariant", True, "needs the compiled CPU kernels, which cannot be used here")
     if dtype not in (torch.bfloat16, torch.float32):
         raise SettingRefused("batch_invariant", True, f"works in bfloat16 and float32, not in {dtype_name(dtype)}")
 
 
 def _triton_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> DeviceParts:
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise SettingRefused("attention_backend", "triton", "needs a GPU (or, for tests, TRITON_INTERPRET=1); use auto")
     try:  # torch's builds for CPUs come without it
         from services.text_engine.attention.triton_backend import TritonAttention
         from services.text_engine.kernels.merge_rows import merge_rows
@@ -398,4 +377,11 @@ def _plan(
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
     )
+    if settings.kv_cache_memory is not None and plan.size_bytes < parse_size(settings.kv_cache_memory) // 2:
+        log.info(
+            "the KV cache is smaller than kv_cache_memory: max_num_seqs sequences of full length need no more",
+            asked_mib=parse_size(settings.kv_cache_memory) >> 20,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=plan.max_model_len,
+        )
     return replace(plan, bytes_per_block=bytes_per_block)
