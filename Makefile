@@ -59,7 +59,7 @@ $(KERNELS): $(STAMP) $(KERNEL_SOURCES)
 	@set -e; SECONDS=0; \
 	if [ -z "$$CXX" ] && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then \
 		echo "No C++ compiler: the CPU kernels are not compiled. Everything works, but answers are slower (apt install g++)."; \
-	elif echo "Compiling the CPU kernels: about a minute." && $(BIN)/python -m services.text_engine.kernels.native_build; then \
+	elif echo "Compiling the CPU kernels: a minute or two." && $(BIN)/python -m services.text_engine.kernels.native_build; then \
 		touch $@; echo "The CPU kernels are ready after $$SECONDS s."; \
 	else \
 		echo "The CPU kernels did not compile (see above). Everything works, but answers are slower."; \

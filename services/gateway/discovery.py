@@ -151,7 +151,8 @@ class Discovery(Generic[PublishedInfo]):
             log.error("replica cannot be used", target=self._service, replica=replica.url, reason=problem)
         if replica.ready != was_ready:
             state = "ready" if replica.ready else "not ready"
-            log.info("replica changed", target=self._service, replica=replica.url, state=state, reason=reason)
+            tell = log.info if replica.ready else log.warning
+            tell("replica changed", target=self._service, replica=replica.url, state=state, reason=reason)
 
     async def _ask(self, url: str) -> PublishedInfo | None:
         """What a ready replica publishes; None if it says that it is not ready. Raises OtherVersion."""
