@@ -24,10 +24,11 @@ main()
 
 
 def interrupted(words: list[str], module: str, *, is_job: bool = False) -> subprocess.CompletedProcess[str]:
-    """The command, with SIGINT when it imports the module.
+    """The command, with SIGINT when it imports the module. The tests themselves may be run in the background.
 
     is_job   as a shell starts its background jobs, which Ctrl-C is not for
     """
+    at_start = signal.SIG_IGN if is_job else signal.SIG_DFL
     return subprocess.run(
         [sys.executable, "-c", INTERRUPT_AT_IMPORT.format(module=module, words=words)],
         cwd=ROOT,
@@ -35,7 +36,7 @@ def interrupted(words: list[str], module: str, *, is_job: bool = False) -> subpr
         text=True,
         check=False,
         timeout=60,
-        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if is_job else None,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, at_start),
     )
 
 
