@@ -37,7 +37,7 @@ def locked() -> dict[str, str]:
 
 
 def test_everything_that_the_project_names_is_in_the_lock_file():
-    """But for clients that no set-up installs. What is missing there was perhaps installed by hand where it was added."""
+    """But for clients that no set-up installs. What is missing was perhaps installed by hand where it was added."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     groups = [project["dependencies"], *(extras[name] for name in extras if name != "clients")]
