@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,9 +54,9 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=100, help="tokens of each stream")
     options.add_argument("--token-delay", type=float, default=0.05, help="seconds between two tokens of a stream")
     given = options.parse_args()
-    with engine(WAITING_S) as engine_url, gateway(engine_url) as (url, pid):
+    with served(serve_engine, WAITING_S) as engine_url, gateway(engine_url) as (url, pid):
         print(f"memory: {asyncio.run(memory_kib(url, pid, given.streams)):.0f} KiB for each stream that waits")
-    with engine(given.token_delay) as engine_url, gateway(engine_url) as (url, pid):
+    with served(serve_engine, given.token_delay) as engine_url, gateway(engine_url) as (url, pid):
         asyncio.run(measure(url, pid, 4, 10))  # warm
         print("one stream:", asyncio.run(measure(url, pid, 1, given.tokens)))
         print(f"{given.streams} streams:", asyncio.run(measure(url, pid, given.streams, given.tokens)))
@@ -129,9 +129,10 @@ def client(url: str) -> httpx.AsyncClient:
 
 
 @contextmanager
-def engine(token_delay_s: float) -> Iterator[str]:
+def served(serve: Callable[..., None], *arguments: object) -> Iterator[str]:
+    """Base URL of what `serve(port, *arguments)` serves in a process of its own."""
     [port] = free_ports(1)
-    process = multiprocessing.get_context("spawn").Process(target=serve_engine, args=(port, token_delay_s), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(port, *arguments), daemon=True)
     process.start()
     try:
         wait_for(f"http://127.0.0.1:{port}/ready")

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.gateway import client, cpu_s, gateway, wait_for
-from diptych.machine import free_ports
+from bench.gateway import client, cpu_s, gateway, served
 
 MAX_MODEL_LEN = 4096
 
@@ -34,7 +30,11 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=10.0, help="how long to count")
     options.add_argument("--logprobs", action="store_true", help="ask for log-probabilities, five a token")
     given = options.parse_args()
-    with engine(given.step) as engine_url, gateway(engine_url) as (url, gateway_pid):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(serve_engine, folder, given.step) as engine_url,
+        gateway(engine_url) as (url, gateway_pid),
+    ):
         print(asyncio.run(measure(url, gateway_pid, engine_url, given)))
 
 
@@ -84,23 +84,6 @@ class Stream:
             async for chunk in response.aiter_raw():
                 self.num_frames += chunk.count(b"\n\n")
                 self.has_begun.set()
-
-
-@contextmanager
-def engine(step_s: float) -> Iterator[str]:
-    """Base URL."""
-    [port] = free_ports(1)
-    with tempfile.TemporaryDirectory() as folder:
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve_engine, args=(port, folder, step_s), daemon=True
-        )
-        process.start()
-        try:
-            wait_for(f"http://127.0.0.1:{port}/ready")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-            process.join()
 
 
 def serve_engine(port: int, folder: str, step_s: float) -> None:
