@@ -1,8 +1,8 @@
 """Builds and drives the engine in a thread of its own, so that neither side waits for the other: commands go in through
 a queue, outputs of a whole step go out in one call on the event loop.
 
-Building belongs here because OpenMP keeps a team of threads for every thread that ever ran a parallel region; with a
-second team about, waiting threads go to sleep sooner, and a decode step takes 21 ms instead of 15.
+Building belongs here because OpenMP keeps a team of threads for every thread that ever ran a parallel region, and a
+second team slows down the first (shared/torch_threads.py).
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from shared.peer_names import PeerNames
 from shared.service_client import ServiceClient
 from shared.state import EngineState
 from shared.tls import Tls
+from shared.torch_threads import compute_alone_elsewhere
 from shared.tracing import Attributes, current_span
 from shared.wire.engine import GenerateEvent, GenerateRequest, ModelInfo, Started, TokenizeRequest, TokenizeResponse
 from shared.wire.engine_admin import CacheState, SleepRequest
@@ -95,6 +96,7 @@ class TextEngineService:
         except Exception as error:
             self.load_error = error
             raise
+        compute_alone_elsewhere()
         fetcher = EmbeddingFetcher(
             self._cache,
             self._http,

@@ -36,6 +36,7 @@ from shared.metrics import watch_certificates
 from shared.state import EncoderState
 from shared.tls import Tls
 from shared.torch_io import dtype_name
+from shared.torch_threads import compute_alone_elsewhere, compute_with
 from shared.wire.encoder import EncoderInfo
 from shared.wire.images import Detail
 
@@ -111,13 +112,12 @@ async def _open(
 ) -> AsyncIterator[tuple[Encoder, EncoderInfo, Watched]]:
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    # One thread loads the tower and runs it: OpenMP keeps a team for every thread that ever ran a parallel region, and
-    # with more teams than cores waiting threads go to sleep too soon. Their number, too, is kept per calling thread.
     thread = ThreadPoolExecutor(
-        1, thread_name_prefix="tower", initializer=lambda: torch.set_num_threads(settings.tower_threads)
+        1, thread_name_prefix="tower", initializer=compute_with, initargs=(settings.tower_threads,)
     )
     loop = asyncio.get_running_loop()
     family = await loop.run_in_executor(thread, load_family, settings.model)
+    compute_alone_elsewhere()
     await loop.run_in_executor(thread, prepare_family, family, settings.quantization, device, dtype)
     if device.type == "cuda" and not settings.enforce_eager:
         await loop.run_in_executor(thread, _record_graphs, family, device)

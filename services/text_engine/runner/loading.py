@@ -48,6 +48,7 @@ from shared.resources import default_threads
 from shared.settings_errors import SettingRefused
 from shared.sizes import format_size, parse_size
 from shared.torch_io import dtype_name
+from shared.torch_threads import compute_with
 
 log = get_logger(__name__)
 
@@ -272,7 +273,7 @@ def _max_graph_tokens(settings: TextEngineSettings) -> int:
 def _set_threads(num_threads: int | None, num_ranks: int) -> None:
     """The model's threads; ranks on one CPU share them."""
     of_all_ranks = num_threads or default_threads()
-    torch.set_num_threads(max(1, of_all_ranks // num_ranks))
+    compute_with(max(1, of_all_ranks // num_ranks))
 
 
 def choose_parts(settings: TextEngineSettings, device: torch.device, dtype: torch.dtype) -> DeviceParts:
