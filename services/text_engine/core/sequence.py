@@ -108,6 +108,7 @@ class Sequence:
     token_filter        None: every token may come next
     processors          None: no operator's class changes its logits
     bans                None: the request forbids no token
+    token_counts        what its penalties look at; made when it is first sampled, if it has any
     prompt_logprobs     of tokens 1, 2 … of the prompt as far as they are computed, if they are wanted
     awaited_image       what kept it from starting when it was last tried
     lookup              guesses at its next tokens; made when somebody first asks
@@ -136,6 +137,7 @@ class Sequence:
     token_filter: TokenFilter | None = None
     processors: RowProcessor | None = None
     bans: RowProcessor | None = None
+    token_counts: RowProcessor | None = None
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     awaited_image: ImageSpan | None = None
     lookup: PromptLookup | None = None
@@ -144,7 +146,8 @@ class Sequence:
 
     def drop_helpers(self) -> None:
         """Its request is over: whoever still remembers the sequence keeps nothing large alive."""
-        self.token_filter = self.processors = self.bans = self.lookup = self.draft_progress = None
+        self.token_filter = self.processors = self.bans = self.token_counts = None
+        self.lookup = self.draft_progress = None
         self.choices = []
         self.prompt_logprobs = []  # a new list: the old one may be on its way to the client
 

@@ -16,6 +16,7 @@ from services.text_engine.core.batch import Logprobs, SampledToken
 from services.text_engine.core.sequence import Sequence
 from services.text_engine.runner.device_sampling import DrawTokens, sampling_tensors, to_host
 from services.text_engine.runner.token_bans import NOTHING_LEFT
+from services.text_engine.runner.token_counts import TokenCounts
 from shared.sampling import SamplingParams
 
 _MASK = 2**64 - 1
@@ -160,21 +161,11 @@ class Sampler:
             row[ids] = values
 
     def _penalize(self, row: torch.Tensor, sequence: Sequence) -> None:
-        sampling = sequence.sampling
-        output = self._counts(sequence.generated_token_ids).to(row.device)
-        if sampling.repetition_penalty != 1.0:
-            prompt = self._counts(sequence.token_ids[: sequence.num_prompt_tokens]).to(row.device)
-            seen = (output + prompt) > 0
-            scaled = torch.where(row > 0, row / sampling.repetition_penalty, row * sampling.repetition_penalty)
-            row.copy_(torch.where(seen, scaled, row))
-        row -= sampling.frequency_penalty * output + sampling.presence_penalty * (output > 0)
-
-    def _counts(self, token_ids: list[int]) -> torch.Tensor:
-        """How often each id of the vocabulary occurs, [vocab]; image placeholders count for nothing."""
-        ids = torch.tensor(token_ids, dtype=torch.long)
-        counts = torch.bincount(ids[ids < self.vocab_size], minlength=self.vocab_size)
-        counts[self.banned_ids] = 0
-        return counts
+        if sequence.token_counts is None:
+            is_prompt_read = sequence.sampling.repetition_penalty != 1.0
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens] if is_prompt_read else []
+            sequence.token_counts = TokenCounts(sequence.sampling, prompt, self.vocab_size, row.device)
+        sequence.token_counts.apply(row, sequence.generated_token_ids)
 
     # --- choosing -------------------------------------------------------------------------------------------------
 
