@@ -93,7 +93,7 @@ class TextEngineSettings(BaseSettings):
         1024, ge=1, description="queue bound; more are refused with 503, and an n above it with 400"
     )
     max_queue_wait_s: float = Field(
-        10.0, gt=0, description="under lasting overload, whoever would wait longer to begin gets a 503; inf: nobody"
+        60.0, gt=0, description="under lasting overload, whoever would wait longer to begin gets a 503; inf: nobody"
     )
     kv_cache_memory: Size | None = Field(
         None, description="bytes for the KV cache, on each GPU, e.g. 2GiB; overrides gpu_memory_utilization"
