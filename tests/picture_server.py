@@ -21,6 +21,7 @@ class PictureServer:
     """Serves by path: good, status/404, empty, silent, drip, reset, large, endless, gzip, to?url=, hops/5.
 
     flaky/2          fails as often before it delivers; flaky-reset/2 by breaking the connection
+    later/2          answers "503, Retry-After: 2" once before it delivers
     cached?control=  with this Cache-Control and the ETag "v1", which a conditional request is answered 304 for
     """
 
@@ -64,6 +65,11 @@ class PictureServer:
                 else:
                     _reset(writer)
             case "flaky" | "flaky-reset":
+                _respond(writer, 200, PICTURE)
+            case "later" if not self.num_failures[path]:
+                self.num_failures[path] += 1
+                _respond(writer, 503, b"sorry", f"Retry-After: {argument}")
+            case "later":
                 _respond(writer, 200, PICTURE)
             case "cached":
                 fields = [f"Cache-Control: {parse_qs(parts.query)['control'][0]}", 'ETag: "v1"']

@@ -127,8 +127,7 @@ class ImageFetcher:
         for _ in range(self._max_redirects + 1):
             target = parse_url(url)
             self._guard.check_host(target.host)
-            async with self._limits.slot(target.host):
-                answer = await self._get_patiently(target, max_bytes)
+            answer = await self._get_patiently(target, max_bytes)
             if isinstance(answer, bytes):
                 return answer
             try:
@@ -138,17 +137,20 @@ class ImageFetcher:
         raise ImageFetchFailed(f"more than {self._max_redirects} redirects")
 
     async def _get_patiently(self, target: FetchTarget, max_bytes: int) -> bytes | str:
-        """As `_get`, asked again after a pause where that may help; the deadline of the whole fetch goes on."""
+        """As `_get`, asked again after a pause where that may help; the deadline of the whole fetch goes on, and others
+        may ask the host meanwhile."""
         for attempt in range(MAX_ATTEMPTS - 1):
             try:
-                return await self._get(target, max_bytes)
+                async with self._limits.slot(target.host):
+                    return await self._get(target, max_bytes)
             except TransientFailure as failure:
                 wait_s = failure.retry_after_s or 0.0
                 if wait_s > self._timeout_s:
                     raise
                 backoff_s = FIRST_BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
                 await asyncio.sleep(max(backoff_s, wait_s))
-        return await self._get(target, max_bytes)
+        async with self._limits.slot(target.host):
+            return await self._get(target, max_bytes)
 
     async def _get(self, target: FetchTarget, max_bytes: int) -> bytes | str:
         """The body, or where a redirect points."""

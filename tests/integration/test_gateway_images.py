@@ -236,6 +236,16 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_but_not_for_ever(
     assert pictures.num_failures[f"/{kind}/99"] == 3
 
 
+def test_a_host_that_asks_for_a_pause_is_asked_by_others_meanwhile(pictures: PictureServer):
+    options = {"allowed_hosts": ("localhost",), "max_fetches_per_host": 1, "fetch_timeout_s": 20}
+    with running_stack(**options) as stack, ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(stack.ask, f"{pictures.base}/later/2")
+        eventually(lambda: pictures.num_failures["/later/2"] == 1)
+        assert num_image_tokens(stack.ask(f"{pictures.base}/good")) == IMAGE_TOKENS
+        assert not patient.done(), "the other picture did not wait for the pause to end"
+        assert num_image_tokens(patient.result()) == IMAGE_TOKENS
+
+
 def test_what_cannot_change_is_asked_once(stack: Stack, pictures: PictureServer):
     pictures.requests.clear()
     assert_openai_error(stack.ask(f"{pictures.base}/status/404"), 400, "image_fetch_failed")
