@@ -163,6 +163,7 @@ class LLM:
                 while engine.num_requests < self._window and (build := next(remaining, None)) is not None:
                     num_finished += self._start(outputs, build, sampling, adapter)
                 num_finished += self._step(outputs)
+                self._forget_images()
                 if on_progress is not None:
                     on_progress(num_finished, len(builders))
         finally:  # Ctrl-C, too: what is left in the engine would come up in the next batch
@@ -244,6 +245,11 @@ class LLM:
             for (ref, _), rows in zip(ready, embeddings, strict=True):
                 self._built.engine.put_image(ref.image_key, rows)
         return num_failed
+
+    def _forget_images(self) -> None:
+        """Keep no bytes of images that no prompt in the engine shows: a batch may have more than memory holds."""
+        embeddings = self._built.engine.embeddings
+        self._images = {key: image for key, image in self._images.items() if embeddings.needs(key)}
 
     # --- prompts --------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,15 @@ def test_a_batch_may_be_longer_than_the_engines_queue(checkpoint: CheckpointFact
     assert all(output.error is None for output in outputs)
 
 
+def test_a_long_batch_of_pictures_keeps_the_bytes_of_few(checkpoint: CheckpointFactory):
+    llm = LLM(checkpoint("llava_clip_llama"), num_threads=1, kv_cache_memory="32MiB", max_num_seqs=2)
+    kept: list[int] = []
+    chats = [[{"role": "user", "content": [png(seed), "Hm?"]}] for seed in range(12)]
+    outputs = llm.chat(chats, GREEDY, on_progress=lambda _done, _of: kept.append(len(llm._images)))
+    assert all(output.error is None for output in outputs)
+    assert max(kept) <= 4, "twice max_num_seqs are queued at a time"
+
+
 def test_a_missing_picture_and_a_malformed_message_fail_their_own_prompts(checkpoint: CheckpointFactory):
     llm = LLM(checkpoint("llava_clip_llama"), num_threads=1, kv_cache_memory="32MiB")
     question = {"role": "user", "content": "Hm?"}
