@@ -246,7 +246,7 @@ class _SpecialTextGuard:
         return self._mark("") + protected if self._spells_across(before, text.lstrip()) else protected
 
     def _spells_across(self, before: str, text: str) -> bool:
-        return any(
+        return bool(before and text) and any(
             before.endswith(special[:length]) and text.startswith(special[length:])
             for special in self._special_strings
             for length in range(1, len(special))

@@ -60,12 +60,13 @@ def run(settings: VisionEncoderSettings) -> None:
     serve_panel(create_app(settings), settings)
 
 
-def _service(request: Request) -> VisionEncoderService:
+async def _service(request: Request) -> VisionEncoderService:
+    """A coroutine, as the other dependencies are: a plain function would be called in a thread."""
     service: VisionEncoderService = request.app.state.service
     return service
 
 
-def _deadline_s(
+async def _deadline_s(
     service: Annotated[VisionEncoderService, Depends(_service)],
     given: Annotated[str | None, Header(alias=DEADLINE_HEADER)] = None,
 ) -> float:
@@ -80,7 +81,7 @@ def _deadline_s(
     return seconds
 
 
-def _image_key(given: Annotated[str | None, Header(alias=IMAGE_KEY_HEADER)] = None) -> str | None:
+async def _image_key(given: Annotated[str | None, Header(alias=IMAGE_KEY_HEADER)] = None) -> str | None:
     return None if given is None else _checked_key(given, IMAGE_KEY_HEADER)
 
 
@@ -90,7 +91,7 @@ def _checked_key(key: str, name: str) -> str:
     return key
 
 
-def _detail(given: Annotated[str | None, Header(alias=DETAIL_HEADER)] = None) -> Detail:
+async def _detail(given: Annotated[str | None, Header(alias=DETAIL_HEADER)] = None) -> Detail:
     if given not in (None, "low", "high"):
         raise InvalidRequest(f"{DETAIL_HEADER} must be low or high, not {given[:40]!r}", param=DETAIL_HEADER)
     return "low" if given == "low" else "high"
