@@ -24,6 +24,7 @@ from services.text_engine.config import TextEngineSettings
 from services.text_engine.engine import Engine
 from services.text_engine.engine_io import EngineRequest
 from services.text_engine.kernels.native_matmul import PackedLinear
+from services.text_engine.kernels.native_quantized import NativeQuantizedLinear
 from services.text_engine.models.layers import Linear
 from services.text_engine.runner import model_runner
 from shared.sampling import SamplingParams
@@ -60,7 +61,7 @@ def instrument(engine: Engine) -> Stopwatch:
     watch = Stopwatch()
     decoder = engine.runner._forward_pass._decoder
     layer = decoder._layers[0]
-    for product in (Linear, PackedLinear):
+    for product in (Linear, PackedLinear, NativeQuantizedLinear):
         watch.wrap(product, "__call__", "matmul")
     watch.wrap(type(layer._attention), "attend", "attention")
     for name in ("rms_norm", "add_rms_norm", "silu_mul"):
@@ -87,9 +88,15 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--budget", type=int, default=512, help="max_num_batched_tokens")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", choices=["int8", "int4"])
     options = parser.parse_args()
     settings = TextEngineSettings(
-        model=options.folder, max_num_batched_tokens=options.budget, max_num_seqs=options.batch, dtype=options.dtype
+        model=options.folder,
+        max_num_batched_tokens=options.budget,
+        max_num_seqs=options.batch,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        speculative="off",
     )
     engine = build_engine(settings, lambda ref: None).engine
     rng = random.Random(0)
