@@ -59,7 +59,7 @@ class LocalEncoder:
         return PreparedImage(pixels, *picture.size, detail)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[torch.Tensor]:
-        """One [num_tokens, hidden_size] tensor per image, in order."""
+        """One [num_tokens, num_row_parts * hidden_size] tensor per image, in order."""
         indices_of_shape: dict[tuple[Detail, torch.Size], list[int]] = {}
         for index, image in enumerate(images):
             indices_of_shape.setdefault((image.detail, image.pixels.shape), []).append(index)

@@ -222,6 +222,8 @@ def _write_vision_checkpoint(name: str, folder: Path, layout: Layout) -> Path:
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, pad_token_id=0, eos_token_id=2)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+    if layout != "transformers" and recipe.stored is not None:
+        _store_tensors(folder / "model.safetensors", recipe.stored)
     if layout == "published":
         _rename_tensors(folder, recipe.published)
         config = _read(folder / "config.json")
@@ -321,6 +323,11 @@ def _rename_tensors(folder: Path, patterns: tuple[tuple[str, str], ...]) -> None
         index = _read(index_file)
         index["weight_map"] = {new_names[name]: file for name, file in index["weight_map"].items()}
         _write(index_file, index)
+
+
+def _store_tensors(file: Path, stored: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    tensors = {name: stored(name, tensor).contiguous() for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _respell_config(folder: Path, recipe: Recipe, config: Any) -> None:

@@ -10,8 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 import transformers
 
+from tests.internvl_checkpoints import DYNAMIC_ROPE, InternVLProcessor, build_internvl, respell_internvl
+from tests.qwen2_vl_checkpoints import (
+    Qwen2_5_VLProcessor,
+    Qwen2VLProcessor,
+    build_qwen2_5_vl,
+    build_qwen2_vl,
+    respell_pixels,
+    respell_qwen2_vl,
+)
+from tests.qwen3_vl_checkpoints import (
+    Qwen3VLProcessor,
+    build_qwen3_vl,
+    build_qwen3_vl_moe,
+    experts_transposed,
+    respell_qwen3_vl,
+)
 from tests.tiny_tokenizer import build_tokenizer
 
 # Parts of a conversation in a row, images as `{mark}`.
@@ -44,6 +61,7 @@ class VisionRecipe:
     nested      like `published`, as transformers 4.52 to 4.57 wrote them
     respell_processor   the image processor's fields, changed in place, before they move to preprocessor_config.json;
                         None: they stay in processor_config.json
+    stored      name, tensor -> the tensor as the hub has it; None: as transformers 5 writes it
     """
 
     build: Callable[[dict[str, Any]], tuple[Any, Any]]
@@ -51,6 +69,7 @@ class VisionRecipe:
     respell: Callable[[dict[str, Any]], None] = field(default=lambda config: None)
     nested: tuple[tuple[str, str], ...] = ()
     respell_processor: Callable[[dict[str, Any]], None] | None = None
+    stored: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 
 
 def _tokenizer(mark: str, *special: str) -> Any:
@@ -97,7 +116,8 @@ def processor_class(name: str) -> Any:
     """A processor of transformers by the name that it is saved under, also where it wants packages we do not have."""
     if name == "PixtralProcessor":
         return _pixtral_processor_class()
-    return Qwen2_5_VLProcessor if name == "Qwen2_5_VLProcessor" else getattr(transformers, name)
+    without_videos = (InternVLProcessor, Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor)
+    return {each.__name__: each for each in without_videos}.get(name) or getattr(transformers, name)
 
 
 def _pixtral_processor_class() -> Any:
@@ -188,60 +208,6 @@ def _gemma3(text: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
     return transformers.Gemma3ForConditionalGeneration(config), processor
 
 
-# --- Qwen2.5-VL -------------------------------------------------------------------------------------------------------
-
-
-class Qwen2_5_VLProcessor(transformers.Qwen2_5_VLProcessor):  # type: ignore[misc]  # noqa: N801 - as it is saved
-    """transformers' own, without its part for videos, which needs torchvision."""
-
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
-        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
-        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-
-
-def _qwen2_5_vl(text: dict[str, Any]) -> tuple[Any, Any]:
-    """Patches of 8 x 8, cells of 2 x 2, windows of 2 x 2 cells: a picture has a row for each 16 x 16 pixels."""
-    tokenizer = _tokenizer("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
-    )
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for name, token in (
-            ("image", "<|image_pad|>"),
-            ("video", "<|video_pad|>"),
-            ("vision_start", "<|vision_start|>"),
-            ("vision_end", "<|vision_end|>"),
-        )
-    }
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text | {"vocab_size": len(tokenizer), "rope_parameters": rope, "rms_norm_eps": 1e-6},
-        vision_config={
-            "depth": 4,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_heads": 3,
-            "patch_size": 8,
-            "window_size": 32,
-            "fullatt_block_indexes": [1, 3],
-            "out_hidden_size": text["hidden_size"],
-        },
-        dtype="float32",
-        **ids,
-    )
-    processor = Qwen2_5_VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 32 * 32, "longest_edge": 96 * 96}, patch_size=8
-        ),
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
-    return transformers.Qwen2_5_VLForConditionalGeneration(config), processor
-
-
 # --- as the hub has them ----------------------------------------------------------------------------------------------
 
 NESTED_TEXT: Final = (
@@ -282,25 +248,8 @@ def _respell_gemma3(config: dict[str, Any]) -> None:
     respell_gemma3_text(config["text_config"])
 
 
-def _respell_qwen2_5_vl(config: dict[str, Any]) -> None:
-    """The text model's fields stood among the others."""
-    text = config.pop("text_config")
-    rope = text.pop("rope_parameters")
-    text["rope_theta"] = rope["rope_theta"]
-    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    del text["layer_types"], text["model_type"], config["vision_config"]["model_type"]
-    config.update(text)
-    config["torch_dtype"] = config.pop("dtype")
-
-
 def _no_change(fields: dict[str, Any]) -> None:
     pass
-
-
-def _respell_pixels(fields: dict[str, Any]) -> None:
-    """The budget of pixels, as Qwen2.5-VL was published with it."""
-    size = fields.pop("size")
-    fields["min_pixels"], fields["max_pixels"] = size["shortest_edge"], size["longest_edge"]
 
 
 VISION_RECIPES: Final[dict[str, VisionRecipe]] = {
@@ -327,7 +276,39 @@ VISION_RECIPES: Final[dict[str, VisionRecipe]] = {
     ),
     # With a head of its own: one that is tied to large embeddings says the same word over and over.
     "gemma3_untied": VisionRecipe(lambda text: _gemma3(text, tie_word_embeddings=False)),
+    "internvl": VisionRecipe(
+        lambda text: build_internvl(text | {"rope_parameters": DYNAMIC_ROPE}),
+        nested=PIXTRAL_NESTED,
+        respell=respell_internvl,
+        respell_processor=_no_change,
+    ),
+    # The tower of the largest ones, with 6 billion weights.
+    "internvl_6b_tower": VisionRecipe(
+        lambda text: build_internvl(
+            text | {"head_dim": 32},
+            text_model="Qwen3",
+            vision={"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+            max_patches=6,
+        ),
+        nested=PIXTRAL_NESTED,
+        respell=respell_internvl,
+        respell_processor=_no_change,
+    ),
+    "internvl_last_norm": VisionRecipe(
+        lambda text: build_internvl(text, text_model="Llama", vision={"use_mean_pooling": False}),
+        respell_processor=_no_change,
+    ),
+    "qwen2_vl": VisionRecipe(
+        build_qwen2_vl, nested=QWEN_NESTED, respell=respell_qwen2_vl, respell_processor=respell_pixels
+    ),
     "qwen2_5_vl": VisionRecipe(
-        _qwen2_5_vl, nested=QWEN_NESTED, respell=_respell_qwen2_5_vl, respell_processor=_respell_pixels
+        build_qwen2_5_vl, nested=QWEN_NESTED, respell=respell_qwen2_vl, respell_processor=respell_pixels
+    ),
+    "qwen3_vl": VisionRecipe(build_qwen3_vl, respell=respell_qwen3_vl, respell_processor=_no_change),
+    "qwen3_vl_moe": VisionRecipe(
+        build_qwen3_vl_moe,
+        respell=respell_qwen3_vl,
+        respell_processor=_no_change,
+        stored=experts_transposed,
     ),
 }

@@ -190,7 +190,7 @@ async def _encoder(http: httpx.AsyncClient, url: str, hardware: Hardware) -> Har
     # One pass for one picture takes a + b; under load, full batches of k take a / k + b each.
     batch = hardware.costs.max_encode_batch
     image_s = min(one_s, max(0.0, (many_s - one_s / batch) / (1 - 1 / batch)))
-    width = 4 if info.dtype == "float32" else 2
+    row_bytes = info.num_row_parts * info.hidden_size * (4 if info.dtype == "float32" else 2)
     costs: CostModel = replace(
         hardware.costs,
         encode_s=one_s - image_s,
@@ -198,7 +198,7 @@ async def _encoder(http: httpx.AsyncClient, url: str, hardware: Hardware) -> Har
         image_tokens=num_tokens,
         source=hardware.costs.source.split(";")[0] + f"; pictures of {PICTURE_SIZE[0]} x {PICTURE_SIZE[1]}",
     )
-    return replace(hardware, costs=costs, memory=replace(hardware.memory, image_row_bytes=info.hidden_size * width))
+    return replace(hardware, costs=costs, memory=replace(hardware.memory, image_row_bytes=row_bytes))
 
 
 async def _encode(http: httpx.AsyncClient, url: str) -> tuple[int, float]:

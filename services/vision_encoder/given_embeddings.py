@@ -1,6 +1,6 @@
 """Embeddings that a client computed itself, in place of a picture.
 
-A safetensors file with one tensor, `image_embeds` [num_tokens, hidden_size]. Its metadata may say `width`, `height` and
+A safetensors file with one tensor, `image_embeds` [num_tokens, row_size]. Its metadata may say `width`, `height` and
 `detail` of the picture; only models whose pictures differ in their number of rows need them.
 
 Nothing is unpickled. What is read here goes on as if the tower had computed it.
@@ -33,7 +33,7 @@ class GivenEmbedding(NamedTuple):
 
 
 def read_embedding(
-    data: bytes, *, hidden_size: int, dtype: torch.dtype, describe: Callable[[ImageSize], ImageMetadata]
+    data: bytes, *, row_size: int, dtype: torch.dtype, describe: Callable[[ImageSize], ImageMetadata]
 ) -> GivenEmbedding:
     """The rows, in the encoder's dtype. Raises InvalidEmbedding saying what was given and what is wanted.
 
@@ -42,8 +42,8 @@ def read_embedding(
     rows = _tensor(data)
     if rows.dtype not in DTYPES:
         raise InvalidEmbedding(f"{TENSOR} is of {_name(rows.dtype)}; give float32, float16 or bfloat16")
-    if rows.dim() != 2 or rows.shape[1] != hidden_size:
-        raise InvalidEmbedding(f"{TENSOR} has the shape {list(rows.shape)}; this model takes [rows, {hidden_size}]")
+    if rows.dim() != 2 or rows.shape[1] != row_size:
+        raise InvalidEmbedding(f"{TENSOR} has the shape {list(rows.shape)}; this model takes [rows, {row_size}]")
     metadata = describe(_size(data))
     if len(rows) != metadata.num_tokens:
         raise InvalidEmbedding(

@@ -11,7 +11,7 @@ class Projector(nn.Module):
     """features [batch, num_tokens, input_size] -> [batch, num_tokens, output_size]
 
     input_size      the tower's hidden size times the number of feature layers
-    layer_norm_eps  of the norm that VIP-LLaVA puts in front; None: no norm
+    layer_norm_eps  of the norm that VIP-LLaVA and InternVL put in front; None: no norm
     """
 
     def __init__(

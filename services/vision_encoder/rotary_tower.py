@@ -1,5 +1,5 @@
-"""RotaryTower: the ViT of Pixtral and Qwen2.5-VL, for pictures of any size: rotary positions in two dimensions, RMS
-norms, gated MLPs. What differs between them is in RotaryTowerConfig.
+"""RotaryTower: the ViT of Pixtral, Qwen2-VL, Qwen2.5-VL and Qwen3-VL, for pictures of any size: rotary positions in
+two dimensions. What differs between them is in RotaryTowerConfig.
 
 A batch holds pictures of one size, so that nothing is padded and no picture sees another.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.vision_encoder.norms import NormKind, make_norm
 from services.vision_encoder.towers import activation
 
 # (count, length) of neighbouring groups of patches; a patch sees its own group only.
@@ -23,6 +25,8 @@ Groups = Sequence[tuple[int, int]]
 class RotaryTowerConfig:
     """The shape of the tower. `num_layers` counts the whole tower, however many are used.
 
+    norm           of every layer
+    mlp            gated: activation(gate(x)) * up(x) before the last matrix; plain: activation(up(x))
     has_bias       in all matrices but the patch embedding
     has_pre_norm   a norm before the first layer
     """
@@ -33,27 +37,16 @@ class RotaryTowerConfig:
     num_heads: int
     patch_size: int
     hidden_act: str
+    norm: NormKind
     norm_eps: float
+    mlp: Literal["gated", "plain"]
     has_bias: bool
     has_pre_norm: bool
+    has_patch_bias: bool = False
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
-
-
-class RmsNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) in fp32, then * weight in x's dtype"""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
 
 
 class RotaryTower(nn.Module):
@@ -66,20 +59,28 @@ class RotaryTower(nn.Module):
         super().__init__()
         self.config = config
         self.feature_layers = feature_layers
-        self.patch_embedding = nn.Linear(3 * config.patch_size**2, config.hidden_size, bias=False)
-        self.pre_norm = RmsNorm(config.hidden_size, config.norm_eps) if config.has_pre_norm else nn.Identity()
+        self.patch_embedding = nn.Linear(3 * config.patch_size**2, config.hidden_size, bias=config.has_patch_bias)
+        self.pre_norm = (
+            make_norm(config.norm, config.hidden_size, config.norm_eps) if config.has_pre_norm else nn.Identity()
+        )
         self.layers = nn.ModuleList(RotaryTowerLayer(config) for _ in range(max(feature_layers)))
 
     def forward(
-        self, patches: Tensor, angles: Tensor, groups_of_layers: Sequence[Groups] | None = None
+        self,
+        patches: Tensor,
+        angles: Tensor,
+        groups_of_layers: Sequence[Groups] | None = None,
+        positions: Tensor | None = None,
     ) -> list[Tensor]:
         """
         angles             [num_patches, head_dim / 2] fp32: how far each pair of a head's values is turned
         groups_of_layers   per layer, who sees whom; None: every patch sees every other
+        positions          [num_patches, hidden_size], added to the patches' embeddings
         """
         everyone = [(1, patches.shape[1])]
         cos, sin = angles.cos(), angles.sin()
-        hidden = self.pre_norm(self.patch_embedding(patches))
+        embedded = self.patch_embedding(patches)
+        hidden = self.pre_norm(embedded if positions is None else embedded + positions)
         states = {0: hidden}
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, everyone if groups_of_layers is None else groups_of_layers[index])
@@ -87,23 +88,50 @@ class RotaryTower(nn.Module):
         return [states[index] for index in self.feature_layers]
 
 
+class GatedMlp(nn.Module):
+    def __init__(self, config: RotaryTowerConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.activation = activation(config.hidden_act)
+        self.gate_up_proj = nn.Linear(size, 2 * inner, bias=config.has_bias)
+        self.down_proj = nn.Linear(inner, size, bias=config.has_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(self.activation(gate) * up)
+        return out
+
+
+class PlainMlp(nn.Module):
+    def __init__(self, config: RotaryTowerConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.activation = activation(config.hidden_act)
+        self.up_proj = nn.Linear(size, inner, bias=config.has_bias)
+        self.down_proj = nn.Linear(inner, size, bias=config.has_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.up_proj(hidden)))
+        return out
+
+
+MLPS: Final = {"gated": GatedMlp, "plain": PlainMlp}
+
+
 class RotaryTowerLayer(nn.Module):
     def __init__(self, config: RotaryTowerConfig) -> None:
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.has_bias
+        size, bias = config.hidden_size, config.has_bias
         self.num_heads = config.num_heads
-        self.activation = activation(config.hidden_act)
-        self.attention_norm = RmsNorm(size, config.norm_eps)
+        self.attention_norm = make_norm(config.norm, size, config.norm_eps)
         self.qkv_proj = nn.Linear(size, 3 * size, bias=bias)
         self.out_proj = nn.Linear(size, size, bias=bias)
-        self.mlp_norm = RmsNorm(size, config.norm_eps)
-        self.gate_up_proj = nn.Linear(size, 2 * inner, bias=bias)
-        self.down_proj = nn.Linear(inner, size, bias=bias)
+        self.mlp_norm = make_norm(config.norm, size, config.norm_eps)
+        self.mlp = MLPS[config.mlp](config)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, groups: Groups) -> Tensor:
         hidden = hidden + self._attend(self.attention_norm(hidden), cos, sin, groups)
-        gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        mlp: Tensor = self.down_proj(self.activation(gate) * up)
+        mlp: Tensor = self.mlp(self.mlp_norm(hidden))
         return hidden + mlp
 
     def _attend(self, hidden: Tensor, cos: Tensor, sin: Tensor, groups: Groups) -> Tensor:

@@ -1,4 +1,4 @@
-"""VisionTower: one ViT for CLIP and SigLIP. What differs between them is in TowerConfig.
+"""VisionTower: one ViT for CLIP, SigLIP and InternViT. What differs between them is in TowerTraits.
 
 Stops at the deepest layer whose features are asked for: LLaVA-1.5 takes layer -2, so the last layer is neither loaded
 nor computed.
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
+from services.vision_encoder.norms import NormKind, RmsNorm, make_norm
+
+QK_NORM_EPS: Final = 1e-6
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -42,14 +45,32 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TowerConfig:
-    """The shape of a ViT. `num_layers` counts the whole tower, however many are used.
+class TowerTraits:
+    """What kinds of ViT differ in, beside their sizes.
 
-    is_clip   a class token in front, a layer norm before the first layer, no bias in the patch embedding; SigLIP has
-              none of the first two and the third
+    has_class_token   a position more than patches, in front of them
+    has_pre_norm      a norm before the first layer
+    has_qk_norm       an RMS norm each over all heads' queries and keys
+    norm              of every layer
     """
 
-    is_clip: bool
+    has_class_token: bool
+    has_pre_norm: bool
+    has_patch_bias: bool
+    has_qkv_bias: bool = True
+    has_qk_norm: bool = False
+    norm: NormKind = "layer"
+
+
+CLIP: Final = TowerTraits(has_class_token=True, has_pre_norm=True, has_patch_bias=False)
+SIGLIP: Final = TowerTraits(has_class_token=False, has_pre_norm=False, has_patch_bias=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerConfig:
+    """The shape of a ViT. `num_layers` counts the whole tower, however many are used."""
+
+    traits: TowerTraits
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -60,30 +81,29 @@ class TowerConfig:
     layer_norm_eps: float
 
     @property
-    def model_type(self) -> str:
-        """As in a checkpoint's `vision_config`."""
-        return "clip_vision_model" if self.is_clip else "siglip_vision_model"
-
-    @property
     def grid_size(self) -> int:
         """Patches per side; pixels that do not fill a patch are left out, as a strided convolution does."""
         return self.image_size // self.patch_size
 
     @property
     def num_positions(self) -> int:
-        return self.grid_size**2 + int(self.is_clip)
+        return self.grid_size**2 + int(self.traits.has_class_token)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> TowerConfig:
-        """From a checkpoint's `vision_config`; absent fields have the defaults of its `model_type`."""
+        """CLIP or SigLIP, from a checkpoint's `vision_config`; absent fields have the defaults of its `model_type`."""
         kind = config.get("model_type")
         if kind not in _DEFAULTS:
             raise UnsupportedCheckpoint(f"vision tower {kind!r} is not supported; supported: {', '.join(_DEFAULTS)}")
-        fields = _DEFAULTS[kind] | dict(config)
+        return cls.with_traits(CLIP if kind == "clip_vision_model" else SIGLIP, _DEFAULTS[kind] | dict(config))
+
+    @classmethod
+    def with_traits(cls, traits: TowerTraits, fields: Mapping[str, Any]) -> TowerConfig:
+        """fields   a complete `vision_config`"""
         if fields.get("num_channels", 3) != 3:
             raise UnsupportedCheckpoint(f"a vision tower takes 3 colour channels, not {fields['num_channels']}")
         return cls(
-            is_clip=kind == "clip_vision_model",
+            traits=traits,
             hidden_size=int(fields["hidden_size"]),
             intermediate_size=int(fields["intermediate_size"]),
             num_layers=int(fields["num_hidden_layers"]),
@@ -105,7 +125,7 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
 
 
 def _side(value: object, name: str) -> int:
-    if isinstance(value, list) and len(set(value)) == 1:
+    if isinstance(value, list | tuple) and len(set(value)) == 1:
         value = value[0]
     if not isinstance(value, int):
         raise UnsupportedCheckpoint(f"vision_config.{name} must be one number, not {value!r}")
@@ -123,10 +143,11 @@ class VisionTower(nn.Module):
         super().__init__()
         self.config = config
         self.feature_layers = feature_layers
-        self.patch_embedding = nn.Linear(3 * config.patch_size**2, config.hidden_size, bias=not config.is_clip)
-        self.class_embedding = nn.Parameter(torch.empty(config.hidden_size)) if config.is_clip else None
-        self.position_embedding = nn.Parameter(torch.empty(config.num_positions, config.hidden_size))
-        self.pre_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps) if config.is_clip else None
+        traits, width = config.traits, config.hidden_size
+        self.patch_embedding = nn.Linear(3 * config.patch_size**2, width, bias=traits.has_patch_bias)
+        self.class_embedding = nn.Parameter(torch.empty(width)) if traits.has_class_token else None
+        self.position_embedding = nn.Parameter(torch.empty(config.num_positions, width))
+        self.pre_layernorm = nn.LayerNorm(width, config.layer_norm_eps) if traits.has_pre_norm else None
         self.layers = nn.ModuleList(TowerLayer(config) for _ in range(max(feature_layers)))
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
@@ -155,14 +176,17 @@ class TowerLayer(nn.Module):
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
+        traits, width, eps = config.traits, config.hidden_size, config.layer_norm_eps
         self.num_heads = config.num_heads
         self.activation = activation(config.hidden_act)
-        self.layer_norm1 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.layer_norm2 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.layer_norm1 = make_norm(traits.norm, width, eps)
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=traits.has_qkv_bias)
+        self.q_norm = RmsNorm(width, QK_NORM_EPS) if traits.has_qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(width, QK_NORM_EPS) if traits.has_qk_norm else nn.Identity()
+        self.out_proj = nn.Linear(width, width)
+        self.layer_norm2 = make_norm(traits.norm, width, eps)
+        self.fc1 = nn.Linear(width, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self._attend(self.layer_norm1(hidden))
@@ -170,8 +194,12 @@ class TowerLayer(nn.Module):
         return hidden + mlp
 
     def _attend(self, hidden: Tensor) -> Tensor:
-        # [batch, positions, 3 * hidden] -> three times [batch, heads, positions, head_dim]
-        query, key, value = self.qkv_proj(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv_proj(hidden).chunk(3, dim=-1)
+        query, key, value = self._by_head(self.q_norm(query)), self._by_head(self.k_norm(key)), self._by_head(value)
         attended = scaled_dot_product_attention(query, key, value)
         out: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return out
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[batch, positions, hidden] -> [batch, heads, positions, head_dim]"""
+        return torch.unflatten(x, -1, (self.num_heads, -1)).transpose(1, 2)

@@ -27,6 +27,7 @@ TOWER_PREFIXES: Final = (
     "model.vision_model.",
 )
 PROJECTOR_PREFIXES: Final = ("multi_modal_projector.", "model.multi_modal_projector.")
+PROJECTOR_NORMS: Final = ("projector_layernorm", "layer_norm")  # VIP-LLaVA's name and InternVL's
 
 
 class WeightReader:
@@ -64,7 +65,7 @@ class WeightReader:
 
 
 def load_tower(reader: WeightReader, config: TowerConfig, feature_layers: tuple[int, ...]) -> VisionTower:
-    """An fp32 or half-precision tower as stored; see `prepare` for the dtype it runs in."""
+    """CLIP or SigLIP, fp32 or half-precision as stored; see `prepare` for the dtype it runs in."""
     width = config.hidden_size
 
     def read(name: str, *shape: int) -> Tensor:
@@ -79,10 +80,11 @@ def load_tower(reader: WeightReader, config: TowerConfig, feature_layers: tuple[
     patch = read("embeddings.patch_embedding.weight", width, 3, config.patch_size, config.patch_size)
     state = {"patch_embedding.weight": patch.flatten(1)}
     state["position_embedding"] = read("embeddings.position_embedding.weight", config.num_positions, width)
-    if config.is_clip:
+    if config.traits.has_class_token:
         state["class_embedding"] = read("embeddings.class_embedding", width)
+    if config.traits.has_pre_norm:
         state |= pair("pre_layernorm", "pre_layrnorm", width)
-    else:
+    if config.traits.has_patch_bias:
         state["patch_embedding.bias"] = read("embeddings.patch_embedding.bias", width)
     for index in range(max(feature_layers)):
         ours, theirs = f"layers.{index}.", f"encoder.layers.{index}."
@@ -113,18 +115,17 @@ def load_projector(reader: WeightReader, input_size: int, hidden_act: str, *, la
     if has_bias:
         for name in ("linear_1.bias", "linear_2.bias"):
             state[name] = reader.read(PROJECTOR_PREFIXES, name, (output_size,))
-    has_norm = reader.has(PROJECTOR_PREFIXES, "projector_layernorm.weight")
-    if has_norm:
+    norm = next((name for name in PROJECTOR_NORMS if reader.has(PROJECTOR_PREFIXES, f"{name}.weight")), None)
+    if norm is not None:
         for kind in ("weight", "bias"):
-            name = f"projector_layernorm.{kind}"
-            state[f"layer_norm.{kind}"] = reader.read(PROJECTOR_PREFIXES, name, (input_size,))
+            state[f"layer_norm.{kind}"] = reader.read(PROJECTOR_PREFIXES, f"{norm}.{kind}", (input_size,))
     with torch.device("meta"):
         projector = Projector(
             input_size,
             output_size,
             hidden_act,
             has_bias=has_bias,
-            layer_norm_eps=layer_norm_eps if has_norm else None,
+            layer_norm_eps=None if norm is None else layer_norm_eps,
         )
     projector.load_state_dict(state, assign=True)
     return projector

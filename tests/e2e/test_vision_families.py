@@ -14,7 +14,8 @@ from tests.llava_checkpoints import load_processor as load_llava_processor
 from tests.models.split_system import load_processor
 
 LLAVA_FAMILIES = ["vip_llava", "llava_next_mistral", "llava_onevision_max_2"]
-FAMILIES = [*LLAVA_FAMILIES, "smolvlm", "pixtral", "gemma3_untied", "qwen2_5_vl"]
+QWEN_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+FAMILIES = [*LLAVA_FAMILIES, "smolvlm", "pixtral", "gemma3_untied", "internvl", *QWEN_FAMILIES]
 PICTURES = [
     picture(1, (61, 47)),
     picture(2, (30, 190)),

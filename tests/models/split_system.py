@@ -91,6 +91,12 @@ def load_processor(folder: Path) -> Any:
     return processor_class(name).from_pretrained(folder)
 
 
+def all_features(output: Any) -> torch.Tensor:
+    """[num_rows, row_size] of what `get_image_features` gives: of all pictures, and with DeepStack of all layers."""
+    of_layers = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
+    return torch.cat([torch.cat(list(of_pictures)).flatten(0, -2) for of_pictures in of_layers], dim=-1)
+
+
 class Oracle:
     """The same chat through transformers: the checkpoint's own processor, greedy."""
 

@@ -18,12 +18,13 @@ from PIL import Image
 from services.vision_encoder.families.registry import load_family
 from tests.conftest import CheckpointFactory
 from tests.llava_checkpoints import load_processor as load_llava_processor
-from tests.models.split_system import Oracle, SplitSystem, load_processor, picture
+from tests.models.split_system import Oracle, SplitSystem, all_features, load_processor, picture
 from tests.models.test_towers import copied, relative_error
 
 FP32, WHITE = torch.float32, (255, 255, 255)
 SIZES = [(1, 1), (1, 131), (131, 1), (55, 57), (56, 56), (211, 97), (97, 211), (513, 511), (700, 560)]
-WITH_A_CHOICE = ["llava_next_vicuna", "llava_next_siglip", "llava_onevision", "smolvlm", "pixtral", "qwen2_5_vl"]
+OF_ANY_SIZE = ["pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+WITH_A_CHOICE = ["llava_next_vicuna", "llava_next_siglip", "llava_onevision", "smolvlm", "internvl", *OF_ANY_SIZE]
 WITHOUT = ["llava_clip_llama", "llava_siglip_qwen2", "vip_llava", "gemma3", "smolvlm_unsplit"]
 
 
@@ -32,7 +33,7 @@ def folder_of(checkpoint: CheckpointFactory, tmp_path: Path) -> Any:
     """A checkpoint's folder; of the families without sizes of their own one that takes pictures beyond 512 x 512."""
 
     def get(name: str) -> Path:
-        if name not in ("pixtral", "qwen2_5_vl"):
+        if name not in OF_ANY_SIZE:
             return checkpoint(name)
         folder = checkpoint(name, layout="transformers")
         vision = json.loads((folder / "config.json").read_text())["vision_config"]
@@ -64,15 +65,17 @@ def reference_rows(folder: Path, name: str, image: Image.Image) -> torch.Tensor:
         return model.get_image_features(**inputs).pooler_output[0]
     cheap: dict[str, Any] = {
         "smolvlm": {"do_image_splitting": False},
+        "internvl": {"crop_to_patches": False},
         "pixtral": {"size": {"longest_edge": 512}},
+        "qwen2_vl": {"size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}},
         "qwen2_5_vl": {"size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}},
+        "qwen3_vl": {"size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}},
     }[name]
     processor = load_processor(folder)
     mark = processor.tokenizer.convert_ids_to_tokens(processor.image_token_id)
     inputs = processor(text=mark, images=[image], return_tensors="pt", **cheap)
     names = ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask")
-    features = model.model.get_image_features(**{key: inputs[key] for key in names if key in inputs})
-    return torch.cat(list(features.pooler_output)).flatten(0, -2)
+    return all_features(model.model.get_image_features(**{key: inputs[key] for key in names if key in inputs}))
 
 
 @pytest.mark.parametrize("name", WITH_A_CHOICE)
@@ -97,7 +100,7 @@ def test_low_detail_is_announced_exactly_and_is_the_cheaper_one(folder_of: Any, 
     @given(st.integers(1, 900), st.integers(1, 900))
     def holds(width: int, height: int) -> None:
         rows = system.encode(Image.new("RGB", (width, height), (width % 256, height % 256, 90)), "low")
-        assert rows.shape == (low.describe(width, height).num_tokens, low.hidden_size)
+        assert rows.shape == (low.describe(width, height).num_tokens, low.num_row_parts * low.hidden_size)
 
     holds()
     for size in SIZES:
@@ -119,9 +122,9 @@ def test_readings_share_weights_and_nothing_else(folder_of: Any, name: str):
     assert high.reads_several_in_low_detail == (name == "llava_onevision")
 
 
-@pytest.mark.parametrize("name", [*WITHOUT, "pixtral", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", [*WITHOUT, *OF_ANY_SIZE])
 def test_a_family_that_is_as_cheap_as_it_can_be_has_one_reading(checkpoint: CheckpointFactory, name: str):
-    """The last two as the tiny checkpoints have them: no picture exceeds 96 pixels a side anyway."""
+    """The last ones as the tiny checkpoints have them: no picture exceeds 96 pixels a side anyway."""
     assert load_family(checkpoint(name)).low_detail is None
 
 

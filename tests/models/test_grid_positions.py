@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.models.config import RopeConfig
@@ -21,9 +22,9 @@ from tests.conftest import CheckpointFactory
 Grid = tuple[int, int]
 
 
-@pytest.fixture(scope="module")
-def reference(checkpoint: CheckpointFactory) -> Any:
-    folder: Path = checkpoint("qwen2_5_vl", layout="transformers")
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def reference(request: pytest.FixtureRequest, checkpoint: CheckpointFactory) -> Any:
+    folder: Path = checkpoint(request.param, layout="transformers")
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model
 
 
@@ -86,10 +87,25 @@ def test_text_has_its_ordinary_positions_in_all_three_coordinates():
 def test_each_section_of_the_frequencies_turns_with_its_coordinate():
     table = cos_sin_table(RopeConfig(10_000.0), 16, 40, torch.device("cpu"))
     positions = torch.tensor([[3, 30], [7, 31], [11, 32]])
-    rows = cos_sin_at(table, positions, (2, 3, 3))
+    rows = cos_sin_at(table, positions, RopeConfig(10_000.0, sections=(2, 3, 3)))
     for token in range(2):
         frame, line, column = positions[:, token].tolist()
         for half in (0, 8):  # cosines, sines
             assert torch.equal(rows[token, half : half + 2], table[frame, half : half + 2])
             assert torch.equal(rows[token, half + 2 : half + 5], table[line, half + 2 : half + 5])
             assert torch.equal(rows[token, half + 5 : half + 8], table[column, half + 5 : half + 8])
+
+
+@pytest.mark.parametrize("sections", [(24, 20, 20), (22, 21, 21), (2, 3, 3), (4, 2, 2), (8, 0, 0)])
+def test_interleaved_sections_are_the_references_to_the_last_bit(sections: tuple[int, ...]):
+    head_dim = 2 * sum(sections)
+    config = transformers.Qwen3VLTextConfig(
+        head_dim=head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(sections)},
+    )
+    positions = torch.randint(0, 60, (3, 17), generator=torch.Generator().manual_seed(2))
+    cos, sin = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
+    rope = RopeConfig(10_000.0, sections=sections, interleaved=True)
+    rows = cos_sin_at(cos_sin_table(rope, head_dim, 60, torch.device("cpu")), positions, rope)
+    half = head_dim // 2
+    torch.testing.assert_close(rows, torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1), rtol=0, atol=0)

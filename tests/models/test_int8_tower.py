@@ -21,16 +21,21 @@ from tests.conftest import CheckpointFactory
 from tests.models.split_system import picture
 
 CPU = torch.device("cpu")
-# One per tower and way of using it: CLIP, SigLIP, tiles, both connectors, Pixtral with and without merging, Qwen2.5-VL.
+# One per tower and way of using it: CLIP, SigLIP, tiles, all connectors, both of InternVL's towers, Pixtral with and
+# without merging, and Qwen's three.
 NAMES = [
     "llava_clip_llama",
     "vip_llava",
     "llava_next_siglip",
     "gemma3",
     "smolvlm",
+    "internvl",
+    "internvl_6b_tower",
     "pixtral",
     "mistral3",
+    "qwen2_vl",
     "qwen2_5_vl",
+    "qwen3_vl",
 ]
 MAX_ERROR = 0.1  # the tiny towers are narrow and random, which is hard on rounding: bf16 costs up to 0.045 in them
 

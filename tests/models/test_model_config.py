@@ -127,6 +127,13 @@ def test_yarn_makes_the_context_longer_than_the_stated_length(tmp_path: Path):
     assert config.rope.scaling.attention_factor == pytest.approx(1.138629436)
 
 
+def test_dynamic_scaling_changes_nothing_within_the_stated_length(tmp_path: Path):
+    rope = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}
+    config = load_model_config(config_folder(tmp_path, tiny_config(max_position_embeddings=512, rope_scaling=rope)))
+    assert config.rope.scaling is None
+    assert config.max_position_embeddings == 512
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -137,8 +144,8 @@ def test_yarn_makes_the_context_longer_than_the_stated_length(tmp_path: Path):
         ({"architectures": None}, "architectures is None; supported: LlamaForCausalLM, "),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
         (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            r"rope_scaling\.type is 'dynamic'; supported rope types: ",
+            {"rope_scaling": {"type": "ntk", "factor": 2.0}},
+            r"rope_scaling\.type is 'ntk'; supported rope types: ",
         ),
         ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is missing; this model needs it"),
         ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters\.rope_type is 'longrope'; supported rope"),

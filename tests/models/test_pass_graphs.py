@@ -35,7 +35,7 @@ class Rerun:
         return replay
 
 
-@pytest.mark.parametrize("name", ["llava_clip_llama", "llava_next_vicuna", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("name", ["llava_clip_llama", "llava_next_vicuna", "gemma3", "smolvlm", "internvl"])
 def test_graphs_give_the_rows_of_plain_passes(checkpoint: CheckpointFactory, name: str):
     family = load_family(checkpoint(name))
     family.prepare_weights(torch.device("cpu"), torch.float32)

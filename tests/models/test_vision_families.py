@@ -1,5 +1,5 @@
-"""SmolVLM, Idefics3, Pixtral, Mistral 3, Gemma 3 and Qwen2.5-VL against transformers: pixels, how a picture stands in
-the prompt for every size, rows, and whole answers.
+"""All families but LLaVA's against transformers: pixels, how a picture stands in the prompt for every size, rows, and
+whole answers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -31,9 +32,10 @@ from services.vision_encoder.families.qwen2_5_vl import window_order
 from services.vision_encoder.families.registry import load_family
 from services.vision_encoder.preprocessing.native_resolution import WithinBox, WithinBudget
 from services.vision_encoder.preprocessing.split_tiles import SplitTiles
+from services.vision_encoder.preprocessing.stretched_tiles import StretchedTiles
 from shared.wire.images import ImageMetadata
 from tests.conftest import CheckpointFactory
-from tests.models.split_system import Oracle, SplitSystem, load_processor, picture
+from tests.models.split_system import Oracle, SplitSystem, all_features, load_processor, picture
 from tests.models.test_engine import bytes_per_block
 from tests.models.test_towers import copied
 from tests.vision_checkpoints import VISION_RECIPES
@@ -97,7 +99,7 @@ def test_pixels_and_rows_are_the_references(pair: Pair):
         prepared = pair.ours.prepared(image)
         pixels = normalize(prepared.pixels, pair.ours.preprocessing)
         expected = inputs["pixel_values"]
-        if pair.name == "qwen2_5_vl":  # it takes flat patches; ours become patches in the tower
+        if pair.name.startswith("qwen"):  # it takes flat patches; ours become patches in the tower
             pixels = torch.from_numpy(processor.image_processor.patchify(pixels[0].numpy(), 8, 2, 2)[0])
         torch.testing.assert_close(pixels, expected.view_as(pixels), rtol=0, atol=1e-6, msg=str(size))
         rows = pair.ours.encode(image)
@@ -112,8 +114,19 @@ def test_pixels_and_rows_are_the_references(pair: Pair):
 def features(oracle: Oracle, inputs: Any) -> torch.Tensor:
     names = ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask")
     given = {name: inputs[name] for name in names if name in inputs}
-    per_image = oracle.model.model.get_image_features(**given).pooler_output
-    return torch.cat(list(per_image)).flatten(0, -2)
+    return all_features(oracle.model.model.get_image_features(**given))
+
+
+@pytest.mark.parametrize("name", ["internvl", "internvl_last_norm"])
+@pytest.mark.parametrize("layer", [-2, 1])
+def test_rows_of_an_inner_layer_of_internvl_are_the_references(
+    checkpoint: CheckpointFactory, tmp_path: Path, name: str, layer: int
+):
+    """Where there is a norm behind the last layer, it is of no other."""
+    folder = copied(checkpoint(name), tmp_path / "inner", vision_feature_layer=layer)
+    image, oracle = picture(97, 211), Oracle(folder)
+    reference = features(oracle, process(oracle.processor, image))
+    torch.testing.assert_close(SplitSystem(folder).encode(image), reference, rtol=1e-4, atol=1e-4)
 
 
 def test_pictures_in_a_batch_get_the_rows_that_each_gets_alone(pair: Pair):
@@ -174,7 +187,7 @@ def reference_text(processor: Any) -> Text:
         text: str = processor.replace_image_token({"image_sizes": [size]}, 0)
         return text
 
-    def qwen2_5_vl(width: int, height: int) -> str | None:
+    def qwen_vl(width: int, height: int) -> str | None:
         if max(width, height) > 200 * min(width, height):
             return None
         size = image_processor.size
@@ -183,14 +196,22 @@ def reference_text(processor: Any) -> Text:
         text: str = processor.replace_image_token({"image_grid_thw": grid}, 0)
         return text
 
+    def internvl(width: int, height: int) -> str | None:
+        num_tiles = image_processor.get_number_of_image_patches(height, width, {"crop_to_patches": True})
+        text: str = processor.replace_image_token({"num_patches": [num_tiles]}, 0)
+        return text
+
     def gemma3(_width: int, _height: int) -> str | None:
         text: str = processor.full_image_sequence
         return text
 
     return {
         "Idefics3Processor": idefics3,
+        "InternVLProcessor": internvl,
         "PixtralProcessor": pixtral,
-        "Qwen2_5_VLProcessor": qwen2_5_vl,
+        "Qwen2VLProcessor": qwen_vl,
+        "Qwen2_5_VLProcessor": qwen_vl,
+        "Qwen3VLProcessor": qwen_vl,
         "Gemma3Processor": gemma3,
     }[name]
 
@@ -212,7 +233,7 @@ def test_a_picture_of_every_size_stands_in_the_prompt_as_with_the_reference(chec
             assert laid_out(metadata, image_token) == text, (width, height)
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "pixtral", "mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["smolvlm", "internvl", "pixtral", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_announced_rows_are_encoded_rows_for_any_size(checkpoint: CheckpointFactory, name: str):
     family = load_family(checkpoint(name))
     family.prepare_weights(torch.device("cpu"), torch.float32)
@@ -222,7 +243,7 @@ def test_announced_rows_are_encoded_rows_for_any_size(checkpoint: CheckpointFact
     @given(st.integers(1, 700), st.integers(1, 700))
     def holds(width: int, height: int) -> None:
         rows = system.encode(Image.new("RGB", (width, height), (width % 256, height % 256, 90)))
-        assert rows.shape == (family.describe(width, height).num_tokens, family.hidden_size)
+        assert rows.shape == (family.describe(width, height).num_tokens, family.num_row_parts * family.hidden_size)
 
     holds()
     for size in EXTREMES[:8]:
@@ -243,6 +264,14 @@ def test_tiles_at_published_sizes_are_the_references(width: int, height: int, se
     except ValueError:  # a sliver rounded to nothing
         return
     assert ours.grid(width, height) == shapes.split_images(image, shapes.max_image_size)[1:]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([(1, 12), (1, 6), (2, 40), (5, 5), (3, 1)]))
+def test_stretched_tiles_at_published_sizes_are_the_references(width: int, height: int, limits: tuple[int, int]):
+    ours = StretchedTiles(tile_size=448, min_tiles=limits[0], max_tiles=limits[1], resample=3, **NORMAL)
+    columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), *limits)
+    assert ours.grid(width, height) == (rows, columns)
 
 
 @settings(max_examples=300, deadline=None)
@@ -391,7 +420,7 @@ def fingerprint_of(folder: Path) -> str:
     return load_family(folder).fingerprint(torch.float32, (255, 255, 255))
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "mistral3", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["smolvlm", "internvl", "mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_the_same_model_saved_anew_keeps_its_fingerprint(checkpoint: CheckpointFactory, name: str):
     layouts = ("published", "transformers", "nested")
     assert len({fingerprint_of(checkpoint(name, layout=layout)) for layout in layouts}) == 1
@@ -405,8 +434,14 @@ def test_the_same_model_saved_anew_keeps_its_fingerprint(checkpoint: CheckpointF
         ("mistral3", {"rope_theta": 500.0}),
         ("mistral3", {"hidden_act": "gelu"}),
         ("gemma3", {"layer_norm_eps": 1e-3}),
+        ("internvl", {"hidden_act": "quick_gelu"}),
+        ("internvl", {"layer_norm_eps": 1e-3}),
+        ("qwen2_vl", {"hidden_act": "gelu"}),
+        ("qwen2_vl", {"num_heads": 6}),
         ("qwen2_5_vl", {"fullatt_block_indexes": [0, 3]}),
         ("qwen2_5_vl", {"window_size": 64}),
+        ("qwen3_vl", {"hidden_act": "gelu"}),
+        ("qwen3_vl", {"deepstack_visual_indexes": [1, 2]}),
     ],
 )
 def test_whatever_changes_rows_changes_the_fingerprint(
@@ -435,7 +470,15 @@ def test_gemma_whose_window_is_shorter_than_an_image_is_refused(checkpoint: Chec
         ("pixtral", {"vision_feature_select_strategy": "default"}, "'full'"),
         ("smolvlm", {"scale_factor": 3}, "scale_factor is 3"),
         ("gemma3", {"mm_tokens_per_image": 9}, "mm_tokens_per_image is 9"),
+        ("internvl", {"vision_feature_select_strategy": "full"}, "'default'"),
+        ("internvl", {"vision_feature_layer": [-1, -2]}, "one layer"),
+        ("internvl", {"downsample_ratio": 0.4}, "downsample_ratio is 0.4"),
+        ("internvl", {"vision_config": {"norm_type": "batch_norm"}}, "norm_type"),
+        ("internvl", {"vision_config": {"use_absolute_position_embeddings": False}}, "must be true"),
+        ("internvl", {"vision_config": {"image_size": 448}}, "56 x 56 pixels, the vision tower takes 448 x 448"),
         ("mistral3", {"vision_feature_layer": [-1, -2]}, "one layer"),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [2, 0]}}, "rising numbers below depth = 27"),
+        ("qwen3_vl", {"vision_config": {"num_position_embeddings": 37}}, "a square is needed"),
     ],
 )
 def test_a_checkpoint_that_is_not_implemented_stops_the_start(

@@ -37,6 +37,7 @@ class FakeFamily:
 
     preprocessing = CROP_8
     hidden_size = 3
+    num_row_parts = 1
     low_detail = None
     reads_several_in_low_detail = False
     outputs = (torch.ones(2, 3), torch.ones(1, 3), torch.ones(2, 4), torch.full((2, 3), float("inf")))

@@ -49,13 +49,16 @@ Implementation = Literal["native", "transformers"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """sections   where a position has three coordinates: how many of a head's frequencies turn with each, over and over
-    in their order; None: one coordinate
+    """
+    sections     where a position has three coordinates: how many of a head's frequencies turn with each, over and over
+                 in their order; None: one coordinate
+    interleaved  they take turns, frequency by frequency, until the second and the third have had their number
     """
 
     theta: float
     scaling: RopeScaling | None = None
     sections: tuple[int, ...] | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +90,20 @@ class MoeConfig:
 class ModelConfig:
     """One decoder's shape. Field names are Hugging Face's where they say the same thing.
 
-    architecture        the checkpoint's class in transformers; for Llava the whole model's, not the text part's
-    implementation      whose code runs the model
-    local_rope          of the layers with a sliding window; None: the same as of the others
-    sliding_windows     per layer: how many positions a token sees, itself included; None: all before it
-    output_norms        what attention and MLP give is normed before it is added
-    norm_offset         added to the stored weights of every norm
-    embedding_scale     multiplies the tokens' embeddings; images' rows come scaled
-    attention_scale     multiplies q.k; None: head_dim ** -0.5
-    image_token_id      the id that stands for an image position in the prompt; None: the model takes no images
-    image_mark_id       what the chat template writes for an image; None: `image_token_id`
-    moe                 of layers that are mixtures of experts; None: no layer is
-    eos_token_ids       any of them ends a sequence
-    dtype               of the stored weights, "bfloat16" or the like; None: the config does not say
+    architecture          the checkpoint's class in transformers; for Llava the whole model's, not the text part's
+    implementation        whose code runs the model
+    local_rope            of the layers with a sliding window; None: the same as of the others
+    sliding_windows       per layer: how many positions a token sees, itself included; None: all before it
+    output_norms          what attention and MLP give is normed before it is added
+    norm_offset           added to the stored weights of every norm
+    embedding_scale       multiplies the tokens' embeddings; images' rows come scaled
+    attention_scale       multiplies q.k; None: head_dim ** -0.5
+    image_token_id        the id that stands for an image position in the prompt; None: the model takes no images
+    image_mark_id         what the chat template writes for an image; None: `image_token_id`
+    num_deepstack_layers  the first ones, to whose outputs images' rows are added: each layer has its own part of a row
+    moe                   of layers that are mixtures of experts; None: no layer is
+    eos_token_ids         any of them ends a sequence
+    dtype                 of the stored weights, "bfloat16" or the like; None: the config does not say
     """
 
     architecture: str = ""
@@ -129,8 +133,14 @@ class ModelConfig:
     moe: MoeConfig | None = None
     image_token_id: int | None = None
     image_mark_id: int | None = None
+    num_deepstack_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+
+    @property
+    def num_row_parts(self) -> int:
+        """Vectors of `hidden_size` that an image's row is made of: one for the input, one for each DeepStack layer."""
+        return 1 + self.num_deepstack_layers
 
     def moe_at(self, layer: int) -> MoeConfig | None:
         """None: the layer has an ordinary MLP."""
@@ -148,6 +158,13 @@ class ModelConfig:
             raise ConfigError(
                 f"mrope_section is {list(sections)}; three, or three times as many, that add up to half of head_dim = "
                 f"{self.head_dim} are needed"
+            )
+        if sections is not None and self.rope.interleaved and len(sections) != 3:
+            raise ConfigError(f"mrope_section is {list(sections)}; three are needed to interleave them")
+        if self.num_deepstack_layers > self.num_layers:
+            raise ConfigError(
+                f"deepstack_visual_indexes are {self.num_deepstack_layers}, one for each of the text model's first "
+                f"layers; it has {self.num_layers}"
             )
 
 

@@ -123,7 +123,8 @@ class Decoder:
         """All layers and the final norm.
 
         hidden     [num_tokens, hidden_size]: embeddings of tokens and images, those of the first rank where there are
-                   several; may be overwritten
+                   several; may be overwritten. With images' rows among them [num_tokens, num_row_parts * hidden_size],
+                   zeros behind the tokens': each further part is added to what one of the first layers gives
         positions  [num_tokens] int64; [3, num_tokens] where the rope has sections
         kv_caches  one per layer, made by the attention backend for `attention_shapes`; receives the new tokens
         returns    [num_tokens, hidden_size]
@@ -131,16 +132,21 @@ class Decoder:
         kernels, eps = self._kernels, self.config.rms_norm_eps
         if self._ranks is not None:
             hidden = self._ranks.share(hidden)
-        sections = self.config.rope.sections
-        cos_sins = [cos_sin_at(table, positions, sections) for table in self._cos_sin_tables]
+        deep_parts: list[torch.Tensor] = []
+        if hidden.shape[1] > self.config.hidden_size:
+            first_part, *deep_parts = torch.split(hidden, self.config.hidden_size, dim=1)
+            hidden = first_part.contiguous()
+        cos_sins = [cos_sin_at(table, positions, self.config.rope) for table in self._cos_sin_tables]
         residual = hidden
         x = kernels.rms_norm(hidden, self._layers[0].input_norm, eps)
-        for layer, kv_cache, next_norm, table in zip(
-            self._layers, kv_caches, self._norms_after_layers, self._table_of_layers, strict=True
+        for i, (layer, kv_cache, next_norm, table) in enumerate(
+            zip(self._layers, kv_caches, self._norms_after_layers, self._table_of_layers, strict=True)
         ):
             x = layer.attend(x, cos_sins[table], kv_cache, metadata)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = layer.feed_forward(x)
+            if i < len(deep_parts):
+                x += deep_parts[i]
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 

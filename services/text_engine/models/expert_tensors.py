@@ -2,7 +2,7 @@
 
 transformers 5 keeps "….experts.gate_up_proj" [num_experts, 2 * intermediate_size, hidden_size] and
 "….experts.down_proj" [num_experts, hidden_size, intermediate_size]; most files have "….experts.3.gate_proj.weight" and
-so on.
+so on. Qwen3-VL's have the tensors of the first kind with their last two dimensions the other way round.
 """
 
 from __future__ import annotations
@@ -35,21 +35,28 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Where one expert's matrix [num_rows, num_columns] is: in `name`, from [expert, first_row] on."""
+    """Where one expert's matrix [num_rows, num_columns] is: in `name`, from [expert, first_row] on; if it is transposed
+    there, from [expert, :, first_row] on.
+    """
 
     name: str
     expert: int
     first_row: int
     num_rows: int
     num_columns: int
+    is_transposed: bool
 
 
 class SeparateExperts:
-    """Satisfies `TensorSource`; names that need no separating are the checkpoint's own."""
+    """Satisfies `TensorSource`; names that need no separating are the checkpoint's own.
 
-    def __init__(self, checkpoint: TensorSource) -> None:
+    hidden_size   of the model: which of a stacked tensor's dimensions it is says how its matrices lie
+    """
+
+    def __init__(self, checkpoint: TensorSource, hidden_size: int) -> None:
         self.folder = checkpoint.folder
         self._checkpoint = checkpoint
+        self._hidden_size = hidden_size
         self._slices: dict[str, _Slice] = {}
         self._stacked = {name for name in checkpoint.names if STACKED.search(name)}
         for name in self._stacked:
@@ -72,16 +79,28 @@ class SeparateExperts:
             return self._checkpoint.part(name, part)
         start, stop, _ = part[0].indices(piece.num_rows)
         rows = slice(piece.first_row + start, piece.first_row + stop)
-        return self._checkpoint.part(piece.name, (slice(piece.expert, piece.expert + 1), rows, *part[1:]))[0]
+        expert = slice(piece.expert, piece.expert + 1)
+        if piece.is_transposed:
+            columns = part[1] if len(part) > 1 else slice(None)
+            return self._checkpoint.part(piece.name, (expert, columns, rows))[0].T.contiguous()
+        return self._checkpoint.part(piece.name, (expert, rows, *part[1:]))[0]
 
     def _separate(self, name: str) -> None:
         experts, _, kind = name.rpartition(".")
         matrices = MATRICES[kind]
         shape = self._checkpoint.shape(name)
+        is_transposed = len(shape) == 3 and self._is_transposed(kind, shape)
+        if is_transposed:
+            shape = (shape[0], shape[2], shape[1])
         if len(shape) != 3 or shape[1] % len(matrices):
             raise ValueError(f"{self.folder}: {name} has shape {shape}; one matrix for each expert is needed")
         num_experts, num_rows, num_columns = shape[0], shape[1] // len(matrices), shape[2]
         for expert in range(num_experts):
             for i, matrix in enumerate(matrices):
-                piece = _Slice(name, expert, i * num_rows, num_rows, num_columns)
+                piece = _Slice(name, expert, i * num_rows, num_rows, num_columns, is_transposed)
                 self._slices[f"{experts}.{expert}.{matrix}.weight"] = piece
+
+    def _is_transposed(self, kind: str, shape: tuple[int, ...]) -> bool:
+        """Where both dimensions are alike they are taken as transformers keeps them, as it does itself."""
+        inputs_first = shape[1:] if kind == "gate_up_proj" else shape[:0:-1]
+        return inputs_first[0] == self._hidden_size != inputs_first[1]

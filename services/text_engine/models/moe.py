@@ -1,8 +1,8 @@
 """The feed-forward half of a layer: one gated MLP, or a mixture of them of which each token takes a few.
 
 A router gives every token its experts (top-k of a softmax, as in Mixtral and Qwen's mixtures). The step's rows are then
-sorted by expert, so that an expert that somebody chose is one product over its rows, whatever sequences they are from,
-and one that nobody chose costs nothing.
+sorted by expert, so that an expert that tokens chose is one product over its rows, whatever sequences they are from,
+and any other costs nothing.
 """
 
 from __future__ import annotations

@@ -22,16 +22,30 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int, device: t
     return table.to(device)
 
 
-def cos_sin_at(table: torch.Tensor, positions: torch.Tensor, sections: tuple[int, ...] | None) -> torch.Tensor:
+def cos_sin_at(table: torch.Tensor, positions: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Rows of a `cos_sin_table` for a step's tokens, [num_tokens, head_dim].
 
     positions  [num_tokens], or with sections [3, num_tokens]: each section's frequencies turn with their coordinate
     """
     rows = table[positions]
-    if sections is None:
+    if rope.sections is None:
         return rows
-    parts = torch.split(rows, list(sections) * 2, dim=-1)  # of the cosines, then of the sines
+    if rope.interleaved:
+        return _interleaved(rows, rope.sections)
+    parts = torch.split(rows, list(rope.sections) * 2, dim=-1)  # of the cosines, then of the sines
     return torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
+
+
+def _interleaved(rows: torch.Tensor, sections: tuple[int, ...]) -> torch.Tensor:
+    """Every third frequency with the line, every third with the column as long as their sections last, the others with
+    the frame. rows [3, num_tokens, head_dim], may be overwritten -> [num_tokens, head_dim]
+    """
+    halves = torch.unflatten(rows, -1, (2, -1))  # cosines, sines
+    mixed = halves[0]
+    for coordinate in (1, 2):
+        every_third = slice(coordinate, 3 * sections[coordinate], 3)
+        mixed[..., every_third] = halves[coordinate, ..., every_third]
+    return mixed.flatten(-2)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -34,15 +34,26 @@ def read_rope(fields: Fields, max_position_embeddings: int, default_theta: float
     return RopeConfig(theta, _read_scaling(rope, max_position_embeddings))
 
 
-def read_sectioned_rope(fields: Fields) -> RopeConfig:
-    """Of three coordinates (Qwen2.5-VL), unscaled. Raises ConfigError."""
+def read_sectioned_rope(
+    fields: Fields,
+    default_theta: float = DEFAULT_GLOBAL_THETA,
+    default_sections: tuple[int, ...] = (16, 24, 24),
+    *,
+    interleaved: bool = False,
+) -> RopeConfig:
+    """Of three coordinates (Qwen2.5-VL, Qwen3-VL), unscaled. Raises ConfigError.
+
+    interleaved   how the family's sections stand, whether or not the config repeats it
+    """
     rope = fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
     key = "rope_type" if "rope_type" in rope else "type"
     if rope.raw(key) not in (None, "default", "mrope"):
         raise rope.error(key, "supported rope types: default, mrope")
-    sections = rope.integers("mrope_section") if "mrope_section" in rope else (16, 24, 24)
-    theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_GLOBAL_THETA))
-    return RopeConfig(theta, sections=sections)
+    if rope.boolean("mrope_interleaved", interleaved) != interleaved:
+        raise rope.error("mrope_interleaved", f"supported for this family: {str(interleaved).lower()}")
+    sections = rope.integers("mrope_section") if "mrope_section" in rope else default_sections
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
+    return RopeConfig(theta, sections=sections, interleaved=interleaved)
 
 
 def read_layered_rope(fields: Fields, max_position_embeddings: int) -> tuple[RopeConfig, RopeConfig]:
@@ -67,6 +78,9 @@ def _read_scaling(rope: Fields, max_position_embeddings: int) -> RopeScaling | N
     match rope.raw(key):
         case None | "default":
             return None
+        case "dynamic":  # sets in beyond max_position_embeddings, and no prompt and answer are longer here
+            rope.number("factor")
+            return None
         case "linear":
             return LinearScaling(rope.number("factor"))
         case "llama3":
@@ -86,7 +100,7 @@ def _read_scaling(rope: Fields, max_position_embeddings: int) -> RopeScaling | N
                 truncate=rope.boolean("truncate", True),
             )
         case _:
-            raise rope.error(key, "supported rope types: default, linear, llama3, yarn")
+            raise rope.error(key, "supported rope types: default, dynamic, linear, llama3, yarn")
 
 
 def _original_length(rope: Fields, max_position_embeddings: int) -> int:

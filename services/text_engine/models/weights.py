@@ -84,7 +84,11 @@ def load_decoder(
     """
     shard = None if ranks is None else Shard(ranks.index, ranks.size)
     gguf_file = find_file(folder)
-    checkpoint = SeparateExperts(Checkpoint(folder)) if gguf_file is None else GgufCheckpoint(gguf_file)
+    checkpoint: TensorSource
+    if gguf_file is None:
+        checkpoint = SeparateExperts(Checkpoint(folder), config.hidden_size)
+    else:
+        checkpoint = GgufCheckpoint(gguf_file)
     weights = CheckpointWeights(
         checkpoint,
         config,

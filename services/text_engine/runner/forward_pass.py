@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from services.text_engine.models.interface import CausalModel
 from services.text_engine.models.lora.adapted import LoadedAdapters
@@ -105,7 +106,7 @@ class ForwardPass:
     ) -> torch.Tensor:
         """The logits [num_sampling, vocab_size] fp32 of the rows that are to be sampled, drafts' too; on rank 0.
 
-        merge_images        overwrites rows of the batch's embeddings [num_tokens, hidden_size], in place, with images'
+        merge_images        overwrites rows of the batch's embeddings [num_tokens, row_size], in place, with images'
         take_prompt_logits  is given those of `arrays.prompt_rows`, some [num_rows, vocab_size] fp32 at a time; rank 0's
         """
         if arrays.copies:
@@ -135,6 +136,9 @@ class ForwardPass:
     def _forward(self, tensors: BatchTensors, merge_images: MergeImages | None = None) -> torch.Tensor:
         hidden = self._decoder.embed(tensors.token_ids)
         if merge_images is not None:
+            num_deep = (self._decoder.config.num_row_parts - 1) * hidden.shape[1]
+            if num_deep:  # what the images' rows have for further layers; tokens have nothing there
+                hidden = functional.pad(hidden, (0, num_deep))
             merge_images(hidden)
         return self._decoder.forward(hidden, tensors.positions, self._kv_caches, tensors.attention)
 

@@ -1,4 +1,4 @@
-"""Rotary positions of three coordinates (Qwen2.5-VL): text counts in all of them at once, an image's rows are cells.
+"""Rotary positions of three coordinates (Qwen-VL): text counts in all of them at once, an image's rows are cells.
 
 A pure function of where a sequence's images are, so that chunks, prefix cache and preemption cannot change it.
 """

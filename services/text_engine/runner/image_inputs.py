@@ -13,7 +13,7 @@ from services.text_engine.core.batch import Batch
 
 class EmbeddingReader(Protocol):
     def rows(self, image_key: str) -> torch.Tensor:
-        """One image's embedding, [num_tokens, hidden_size]; it was ready when the batch was scheduled."""
+        """One image's embedding, [num_tokens, row_size]; it was ready when the batch was scheduled."""
         ...
 
 
@@ -24,7 +24,7 @@ MergeRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], t
 def merge_image_rows(
     hidden: torch.Tensor, batch: Batch, embeddings: EmbeddingReader, merge_rows: MergeRows | None = None
 ) -> None:
-    """Overwrite the placeholder rows of `hidden` [num_tokens, hidden_size] with the images' own, in place.
+    """Overwrite the placeholder rows of `hidden` [num_tokens, row_size] with the images' own, in place.
 
     A chunk may begin or end inside an image: exactly the rows of its positions are taken, so that over all chunks each
     row is used once and in order.

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
+from services.vision_encoder.families.connector import ConnectedFeatures, Connector
 from services.vision_encoder.families.features import check_tile_size
-from services.vision_encoder.families.siglip import Connector, SiglipFeatures, load_siglip
+from services.vision_encoder.families.siglip import load_siglip
 from services.vision_encoder.families.tiled import Tiled
+from services.vision_encoder.norms import RmsNorm
 from services.vision_encoder.preprocessing.processor_file import (
     BILINEAR,
     HALF,
@@ -23,7 +25,6 @@ from services.vision_encoder.preprocessing.processor_file import (
     read_resample,
 )
 from services.vision_encoder.preprocessing.single_tile import SingleTile
-from services.vision_encoder.rotary_tower import RmsNorm
 from services.vision_encoder.towers import TowerConfig
 from services.vision_encoder.weights import PROJECTOR_PREFIXES, WeightReader
 from shared.torch_io import Checkpoint
@@ -67,7 +68,7 @@ def load_gemma3(folder: Path, config: dict[str, Any]) -> Tiled:
             attention="bidirectional",
         )
 
-    return Tiled(SiglipFeatures(tower, post_layernorm, connector), preprocessing, reader.digest, describe)
+    return Tiled(ConnectedFeatures(tower, post_layernorm, connector), preprocessing, reader.digest, describe)
 
 
 def _load_connector(reader: WeightReader, tower_config: TowerConfig, num_rows: int) -> AveragePooling:

@@ -70,7 +70,13 @@ class Family(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Width of an embedding row: the text model's hidden size."""
+        """The text model's."""
+        ...
+
+    @property
+    def num_row_parts(self) -> int:
+        """How many vectors of `hidden_size` a row holds side by side: one, and one for each of the text model's layers
+        that a picture is added to again (DeepStack)."""
         ...
 
     def describe(self, width: int, height: int) -> ImageMetadata:
@@ -88,7 +94,8 @@ class Family(Protocol):
         ...
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """Per image [num_tokens, hidden_size], as many rows as `describe` announced; all pixels are of one shape."""
+        """Per image [num_tokens, num_row_parts * hidden_size], as many rows as `describe` announced; all pixels are of
+        one shape."""
         ...
 
 

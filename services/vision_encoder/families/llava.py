@@ -37,10 +37,9 @@ def load_vip_llava(folder: Path, config: dict[str, Any]) -> Tiled:
 
 
 def _load(folder: Path, config: dict[str, Any], *, feature_layer: object, strategy: str) -> Tiled:
-    tower_config = TowerConfig.from_hf(config.get("vision_config") or CLIP_L_336)
-    preprocessing = load_single_tile(
-        folder, {"model_type": tower_config.model_type, "image_size": tower_config.image_size}
-    )
+    vision = config.get("vision_config") or CLIP_L_336
+    tower_config = TowerConfig.from_hf(vision)
+    preprocessing = load_single_tile(folder, vision | {"image_size": tower_config.image_size})
     check_tile_size(preprocessing, tower_config)
     reader = WeightReader(Checkpoint(folder))
     features = load_tile_features(reader, config, tower_config, feature_layer=feature_layer, strategy=strategy)

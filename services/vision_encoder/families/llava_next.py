@@ -121,6 +121,10 @@ class LlavaNext:
         return self.features.hidden_size
 
     @property
+    def num_row_parts(self) -> int:
+        return 1
+
+    @property
     def low_detail(self) -> Tiled:
         """The whole picture in one tile."""
         num_tokens = self.features.num_rows + 1

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.families.features import normalize, resolve_feature_layers
 from services.vision_encoder.families.interface import LOW_DETAIL_SIDE, PreparedImage, fingerprint
+from services.vision_encoder.norms import RmsNorm
 from services.vision_encoder.preprocessing.native_resolution import WithinBox, load_within_box
 from services.vision_encoder.projector import Projector
 from services.vision_encoder.rotary_tower import (
-    RmsNorm,
     RotaryTower,
     RotaryTowerConfig,
     axial_angles,
@@ -75,6 +75,10 @@ class Pixtral:
     @property
     def hidden_size(self) -> int:
         return self.projector.output_size
+
+    @property
+    def num_row_parts(self) -> int:
+        return 1
 
     @property
     def low_detail(self) -> Pixtral | None:
@@ -156,7 +160,9 @@ def _load(folder: Path, config: dict[str, Any], *, merge_size: int, feature_laye
         num_heads=int(vision["num_attention_heads"]),
         patch_size=int(vision["patch_size"]),
         hidden_act=str(vision["hidden_act"]),
+        norm="rms",
         norm_eps=NORM_EPS,
+        mlp="gated",
         has_bias=False,
         has_pre_norm=True,
     )
@@ -199,8 +205,8 @@ def _load_tower(reader: WeightReader, config: RotaryTowerConfig, feature_layers:
             f"{ours}qkv_proj.weight": torch.cat(qkv),
             f"{ours}out_proj.weight": read(f"{theirs}attention.o_proj", size, size),
             f"{ours}mlp_norm.weight": read(f"{theirs}ffn_norm", size),
-            f"{ours}gate_up_proj.weight": torch.cat(gate_up),
-            f"{ours}down_proj.weight": read(f"{theirs}feed_forward.down_proj", size, inner),
+            f"{ours}mlp.gate_up_proj.weight": torch.cat(gate_up),
+            f"{ours}mlp.down_proj.weight": read(f"{theirs}feed_forward.down_proj", size, inner),
         }
     with torch.device("meta"):
         tower = RotaryTower(config, feature_layers)

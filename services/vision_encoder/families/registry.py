@@ -10,10 +10,13 @@ from typing import Any, Final
 from services.vision_encoder.errors import UnsupportedCheckpoint
 from services.vision_encoder.families.gemma3 import load_gemma3
 from services.vision_encoder.families.interface import Family
+from services.vision_encoder.families.internvl import load_internvl
 from services.vision_encoder.families.llava import load_llava, load_vip_llava
 from services.vision_encoder.families.llava_next import load_llava_next, load_llava_onevision
 from services.vision_encoder.families.pixtral import load_mistral3, load_pixtral
 from services.vision_encoder.families.qwen2_5_vl import load_qwen2_5_vl
+from services.vision_encoder.families.qwen2_vl import load_qwen2_vl
+from services.vision_encoder.families.qwen3_vl import load_qwen3_vl
 from services.vision_encoder.families.smolvlm import load_smolvlm
 
 
@@ -31,8 +34,12 @@ LOADERS: Final[dict[str, Callable[[Path, dict[str, Any]], Family]]] = {
     "VipLlavaForConditionalGeneration": load_vip_llava,
     "Gemma3ForConditionalGeneration": load_gemma3,
     "Idefics3ForConditionalGeneration": load_smolvlm,
+    "InternVLForConditionalGeneration": load_internvl,
     "Mistral3ForConditionalGeneration": load_mistral3,
+    "Qwen2VLForConditionalGeneration": load_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": load_qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": load_qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": load_qwen3_vl,
     "SmolVLMForConditionalGeneration": load_smolvlm,
 }
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from services.vision_encoder.errors import UnsupportedCheckpoint
-from services.vision_encoder.families.siglip import Connector, SiglipFeatures, load_siglip
+from services.vision_encoder.families.connector import ConnectedFeatures, Connector, shuffle_pixels
+from services.vision_encoder.families.siglip import load_siglip
 from services.vision_encoder.families.tiled import Tiled
 from services.vision_encoder.preprocessing.split_tiles import SplitTiles, load_split_tiles
 from services.vision_encoder.towers import TowerConfig
@@ -48,9 +49,7 @@ class PixelShuffle(Connector):
         self.proj = nn.Linear(tower_width * scale**2, output_size, bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        squares, scale = self.grid_size // self.scale, self.scale
-        grid = torch.unflatten(features, 1, (squares, scale, squares, scale))
-        rows: Tensor = self.proj(grid.transpose(2, 3).flatten(3).flatten(1, 2))
+        rows: Tensor = self.proj(shuffle_pixels(features, self.grid_size, self.scale))
         return rows
 
 
@@ -79,7 +78,7 @@ def load_smolvlm(folder: Path, config: dict[str, Any]) -> Tiled:
     tower.position_embedding = nn.Parameter(tower.position_embedding.detach()[tile_positions])
     connector = _load_connector(reader, tower.config, scale=int(config.get("scale_factor", 2)))
 
-    features = SiglipFeatures(tower, post_layernorm, connector)
+    features = ConnectedFeatures(tower, post_layernorm, connector)
 
     def reading(preprocessing: SplitTiles, low_detail: Tiled | None) -> Tiled:
         def describe(width: int, height: int) -> ImageMetadata:

@@ -19,7 +19,7 @@ from shared.wire.images import ImageMetadata
 
 
 class Features(Protocol):
-    """Tower and what follows it; `features.TileFeatures` or `siglip.SiglipFeatures`."""
+    """Tower and what follows it; `features.TileFeatures` or `connector.ConnectedFeatures`."""
 
     @property
     def tower(self) -> nn.Module: ...
@@ -63,6 +63,10 @@ class Tiled:
     @property
     def hidden_size(self) -> int:
         return self.features.hidden_size
+
+    @property
+    def num_row_parts(self) -> int:
+        return 1
 
     def fingerprint(self, dtype: torch.dtype, background: tuple[int, int, int]) -> str:
         return fingerprint(

@@ -11,11 +11,13 @@ from services.vision_encoder.preprocessing.interface import Preprocessing
 from services.vision_encoder.preprocessing.native_resolution import WithinBox, WithinBudget
 from services.vision_encoder.preprocessing.single_tile import SingleTile
 from services.vision_encoder.preprocessing.split_tiles import SplitTiles
+from services.vision_encoder.preprocessing.stretched_tiles import StretchedTiles
 
 KINDS: Final[dict[str, type[Preprocessing]]] = {
     "AnyRes": AnyRes,
     "SingleTile": SingleTile,
     "SplitTiles": SplitTiles,
+    "StretchedTiles": StretchedTiles,
     "WithinBox": WithinBox,
     "WithinBudget": WithinBudget,
 }

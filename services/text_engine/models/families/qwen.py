@@ -36,7 +36,7 @@ def _read_qwen3(fields: Fields) -> ModelConfig:
 
 def _read_qwen2_moe(fields: Fields) -> ModelConfig:
     config = read_text_config(fields, QWEN2_MOE_DEFAULTS)
-    moe = _read_moe(fields, config.num_layers, num_experts=60, num_experts_per_token=4, intermediate_size=1408)
+    moe = read_moe(fields, config.num_layers, num_experts=60, num_experts_per_token=4, intermediate_size=1408)
     shared = fields.integer("shared_expert_intermediate_size", 5632)
     return dataclasses.replace(
         config,
@@ -54,12 +54,12 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
-        moe=_read_moe(fields, config.num_layers, num_experts=128, num_experts_per_token=8, intermediate_size=768),
+        moe=read_moe(fields, config.num_layers, num_experts=128, num_experts_per_token=8, intermediate_size=768),
         sliding_windows=(_qwen_window(fields),) * config.num_layers,
     )
 
 
-def _read_moe(
+def read_moe(
     fields: Fields, num_layers: int, *, num_experts: int, num_experts_per_token: int, intermediate_size: int
 ) -> MoeConfig:
     """The numbers are the family's defaults."""

@@ -14,7 +14,7 @@ from services.text_engine.models.families.text_config import Defaults, merge_tok
 from services.text_engine.models.families.text_families import TEXT_FAMILIES
 from services.text_engine.models.rope_config import read_sectioned_rope
 
-QWEN2_5_VL_DEFAULTS = Defaults(
+QWEN_VL_DEFAULTS = Defaults(
     hidden_size=8192,
     intermediate_size=29568,
     num_layers=80,
@@ -34,6 +34,10 @@ def _read_llava_onevision(fields: Fields) -> ModelConfig:
     return _with_text_model(fields, default_image_token_id=151646, default_text_model="qwen2")
 
 
+def _read_internvl(fields: Fields) -> ModelConfig:
+    return _with_text_model(fields, default_image_token_id=151667, default_text_model="qwen2", default_tied=True)
+
+
 def _read_mistral3(fields: Fields) -> ModelConfig:
     return _with_text_model(fields, default_image_token_id=10, default_tied=True)
 
@@ -49,10 +53,10 @@ def _read_gemma3(fields: Fields) -> ModelConfig:
     return dataclasses.replace(config, image_mark_id=fields.integer("boi_token_index", 255999, minimum=0))
 
 
-def _read_qwen2_5_vl(fields: Fields) -> ModelConfig:
+def _read_qwen_vl(fields: Fields) -> ModelConfig:
     """As published, the text model's fields stand among the others; transformers 5 nests them."""
     text = fields.nested("text_config") if "text_config" in fields else fields
-    config = read_text_config(text, QWEN2_5_VL_DEFAULTS, read_sectioned_rope(text))
+    config = read_text_config(text, QWEN_VL_DEFAULTS, read_sectioned_rope(text))
     return dataclasses.replace(
         config,
         qkv_bias=True,
@@ -106,6 +110,7 @@ LLAVA = Family(
     ),
 )
 LLAVA_ONEVISION = dataclasses.replace(LLAVA, model_type="llava_onevision", read_config=_read_llava_onevision)
+INTERNVL = dataclasses.replace(LLAVA, model_type="internvl", read_config=_read_internvl)
 MISTRAL3 = dataclasses.replace(LLAVA, model_type="mistral3", read_config=_read_mistral3)
 GEMMA3 = dataclasses.replace(LLAVA, model_type="gemma3", read_config=_read_gemma3, renamed=GEMMA_NORMS)
 SMOLVLM = Family(
@@ -116,7 +121,8 @@ SMOLVLM = Family(
 )
 QWEN2_5_VL = Family(
     "qwen2_5_vl",
-    _read_qwen2_5_vl,
+    _read_qwen_vl,
     prefixes=(("model.language_model.", ""), ("model.", ""), ("lm_head.", "lm_head.")),
     ignored=("visual.", "model.visual."),
 )
+QWEN2_VL = dataclasses.replace(QWEN2_5_VL, model_type="qwen2_vl")
