@@ -23,6 +23,7 @@ from shared.sizes import format_size
 
 Given = Mapping[str, str | bool]  # field name -> value of a flag on the command line
 S = TypeVar("S", bound=BaseSettings)
+WIDEST_CHOICE = 60  # characters; longer ones are written out below their option
 
 
 def with_settings(
@@ -92,6 +93,8 @@ def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parame
     default = None if field.is_required() else shown(name, field.default)
     text = (field.description or "").rstrip(".")
     text = text[:1].upper() + text[1:]
+    if words is not None and len(words) > WIDEST_CHOICE:
+        text, words = f"{text}. One of {', '.join(words.split('|'))}", "NAME"
     if default not in (None, ""):
         text += f"{' ' if text else ''}[dim](default: {in_words(default)})[/dim]"
     names = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.streaming import chat_logprobs, completion_logprobs, reasoning_fields
-from services.gateway.tool_calls import NumberedCall
+from services.gateway.tool_calls.reader import CallDelta, GrowingCall
 from services.gateway.trace import Trace
 from shared.wire.engine import Finished, TokenLogprob, Tokens
 
@@ -18,15 +18,18 @@ class Choice:
 
     pieces: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[NumberedCall] = field(default_factory=list)
+    calls: list[GrowingCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, event: Tokens, calls: Sequence[NumberedCall] = (), reasoning: str = "") -> None:
+    def add(self, event: Tokens, calls: Sequence[CallDelta] = (), reasoning: str = "") -> None:
         self.pieces.append(event.text)
         self.reasoning.append(reasoning)
-        self.calls += calls
+        for delta in calls:
+            if delta.name:
+                self.calls.append(GrowingCall(delta.id, delta.name))
+            self.calls[delta.number].add(delta)
         if event.logprobs is not None:
             self.logprobs = self.logprobs if self.logprobs is not None else []
             self.logprobs.extend(event.logprobs)

@@ -11,7 +11,8 @@ from services.gateway.base_schema import JsonObject
 from services.gateway.json_schema import closed
 from services.gateway.output_schema import NamedTool, ResponseFormat, StructuredOutputs, ToolFunction
 from services.gateway.schema import ChatRequest, GenerationBody
-from services.gateway.tool_calls import ToolReader, calls_grammar
+from services.gateway.tool_calls.grammar import calls_grammar
+from services.gateway.tool_calls.reader import ToolReader
 from shared.errors import InvalidRequest
 from shared.sampling import Constraint, SamplingParams
 from shared.wire.engine import ToolFormat
@@ -109,10 +110,12 @@ class ToolPlan:
             raise InvalidRequest(f"tool_choice demands a call, but {about}", param="tool_choice")
         return cls(form, () if choice == "none" else functions, is_forced, body.parallel_tool_calls)
 
-    def reader(self) -> ToolReader | None:
+    def reader(self, content: Constraint | None) -> ToolReader | None:
+        """content   as given to `applied_to`"""
         if not self.functions:
             return None
-        return ToolReader(self.form, forced=self.is_forced, parallel=self.parallel)
+        by_grammar = self.is_forced or content is not None
+        return ToolReader(self.form, self.functions, by_grammar=by_grammar, parallel=self.parallel)
 
     def applied_to(self, sampling: SamplingParams, content: Constraint | None) -> SamplingParams:
         """What the model may say, given what its content must look like if there is any."""

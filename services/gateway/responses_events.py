@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from services.gateway.responses_output import CallItem, Item, MessageItem, Output, TextItem, output_logprobs
-from services.gateway.tool_calls import NumberedCall
+from services.gateway.tool_calls.reader import CallDelta
 from shared.errors import DiptychError
 from shared.wire.engine import Tokens
 
@@ -20,7 +20,7 @@ class ResponseEvents:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._open: TextItem | None = None
+        self._open: Item | None = None
         self._num_events = 0
 
     def opening(self) -> bytes:
@@ -28,14 +28,14 @@ class ResponseEvents:
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._frame(kind, response=response) for kind in kinds)
 
-    def tokens(self, event: Tokens, calls: Sequence[NumberedCall], reasoning: str) -> bytes:
+    def tokens(self, event: Tokens, calls: Sequence[CallDelta], reasoning: str) -> bytes:
         frames = b""
         if (thought := self._output.add_reasoning(reasoning)) is not None:
             frames += self._grown(thought, delta=reasoning)
         if (message := self._output.add_text(event)) is not None:
             frames += self._grown(message, delta=event.text, logprobs=output_logprobs(event.logprobs))
         for call in calls:
-            frames += self._call(self._output.add_call(call))
+            frames += self._call(self._output.add_call(call), call)
         return frames
 
     def closing(self, usage: dict[str, Any]) -> bytes:
@@ -65,6 +65,10 @@ class ResponseEvents:
         if self._open is None:
             return b""
         item, self._open = self._open, None
+        if isinstance(item, CallItem):
+            arguments = item.call.arguments
+            told = self._frame("response.function_call_arguments.done", **self._place_of(item), arguments=arguments)
+            return told + self._done(item, status)
         part = self._part_of(item)
         [content] = item.to_body(status)["content"]
         whole = {name: content[name] for name in ("text", "logprobs") if name in content}
@@ -74,17 +78,15 @@ class ResponseEvents:
             + self._done(item, status)
         )
 
-    def _call(self, item: CallItem) -> bytes:
-        ended = self._end("completed")
-        place = {"item_id": item.id, "output_index": self._index_of(item)}
-        arguments = item.call.call.arguments
-        return (
-            ended
-            + self._added(item)
-            + self._frame("response.function_call_arguments.delta", **place, delta=arguments)
-            + self._frame("response.function_call_arguments.done", **place, arguments=arguments)
-            + self._done(item, self._output.status)
-        )
+    def _call(self, item: CallItem, delta: CallDelta) -> bytes:
+        frames = b""
+        if delta.name:
+            frames = self._end("completed") + self._added(item)
+            self._open = item
+        if delta.arguments:
+            place = self._place_of(item)
+            frames += self._frame("response.function_call_arguments.delta", **place, delta=delta.arguments)
+        return frames + (self._end("completed") if delta.is_last else b"")
 
     def _added(self, item: Item) -> bytes:
         body = item.to_body("in_progress")
@@ -95,7 +97,10 @@ class ResponseEvents:
         return self._frame("response.output_item.done", output_index=self._index_of(item), item=body)
 
     def _part_of(self, item: TextItem) -> dict[str, Any]:
-        return {"item_id": item.id, "output_index": self._index_of(item), "content_index": 0}
+        return {**self._place_of(item), "content_index": 0}
+
+    def _place_of(self, item: Item) -> dict[str, Any]:
+        return {"item_id": item.id, "output_index": self._index_of(item)}
 
     def _index_of(self, item: Item) -> int:
         return self._output.items.index(item)

@@ -9,7 +9,7 @@ from services.gateway.answers import Choice
 from services.gateway.chat import RunningChat
 from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.streaming import chat_logprobs
-from services.gateway.tool_calls import NumberedCall
+from services.gateway.tool_calls.reader import CallDelta, GrowingCall
 from shared.wire.engine import TokenLogprob, Tokens
 
 
@@ -49,22 +49,22 @@ class ReasoningItem:
 
 
 class CallItem:
-    """A call of a tool; known only when it is complete."""
+    """A call of a tool. Whatever ended the answer, a call whose arguments are all there is complete."""
 
-    def __init__(self, item_id: str, call: NumberedCall) -> None:
+    def __init__(self, item_id: str, call: GrowingCall) -> None:
         self.id = item_id
         self.call = call
 
     def to_body(self, status: str) -> dict[str, Any]:
-        function = self.call.to_body()["function"]
-        arguments = "" if status == "in_progress" else function["arguments"]
+        if status != "in_progress":
+            status = "completed" if self.call.is_whole else "incomplete"
         return {
             "id": self.id,
             "type": "function_call",
             "status": status,
             "call_id": self.call.id,
-            "name": function["name"],
-            "arguments": arguments,
+            "name": self.call.name,
+            "arguments": self.call.arguments,
         }
 
 
@@ -80,9 +80,10 @@ class Output:
         self._chat = chat
         self._suffix = chat.id.removeprefix("chatcmpl-")
         self._is_cut = False
+        self._calls: list[CallItem] = []
         self.items: list[Item] = []
 
-    def add(self, event: Tokens, calls: Sequence[NumberedCall], reasoning: str) -> None:
+    def add(self, event: Tokens, calls: Sequence[CallDelta], reasoning: str) -> None:
         self.add_reasoning(reasoning)
         self.add_text(event)
         for call in calls:
@@ -110,9 +111,13 @@ class Output:
         message.text.add(event)
         return message
 
-    def add_call(self, call: NumberedCall) -> CallItem:
-        item = CallItem(f"fc_{self._suffix}_{len(self.items)}", call)
-        self.items.append(item)
+    def add_call(self, delta: CallDelta) -> CallItem:
+        """The item that has begun or grown."""
+        if delta.name:
+            self._calls.append(CallItem(f"fc_{self._suffix}_{len(self.items)}", GrowingCall(delta.id, delta.name)))
+            self.items.append(self._calls[-1])
+        item = self._calls[delta.number]
+        item.call.add(delta)
         return item
 
     def message(self) -> MessageItem:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.schema import StreamOptions
-from services.gateway.tool_calls import NumberedCall
+from services.gateway.tool_calls.reader import CallDelta
 from services.gateway.trace import Trace
 from shared.errors import DiptychError, RequestAborted
 from shared.log import get_logger
@@ -57,7 +57,7 @@ class ChatChunks:
         self._tail = tail
         self._openings: dict[int, bytes] = {}
 
-    def tokens(self, event: Tokens, calls: Sequence[NumberedCall] = (), reasoning: str = "") -> bytes:
+    def tokens(self, event: Tokens, calls: Sequence[CallDelta] = (), reasoning: str = "") -> bytes:
         """The frames of one event; empty if it holds nothing that a client could see yet."""
         tail = self._tail.after(event)
         opening = self._openings.get(event.index)
@@ -73,7 +73,7 @@ class ChatChunks:
     def usage(self, usage: dict[str, Any]) -> bytes:
         return self._head + b'"choices":[],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
-    def _rich(self, event: Tokens, calls: Sequence[NumberedCall], reasoning: str, opening: bytes, tail: bytes) -> bytes:
+    def _rich(self, event: Tokens, calls: Sequence[CallDelta], reasoning: str, opening: bytes, tail: bytes) -> bytes:
         """The rarer shapes: reasoning, log-probabilities, calls of tools, the end of a choice; each is a chunk."""
         choice: dict[str, Any] = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": None}
         frames = b""
@@ -84,9 +84,10 @@ class ChatChunks:
         if event.text or (event.logprobs and not reasoning):
             end = b'},"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":null}]' + tail
             frames += opening + orjson.dumps(event.text) + end
-        if calls:
-            delta = {"tool_calls": [{"index": call.number, **call.to_body()} for call in calls]}
-            frames += self._frame(choice | {"delta": delta}, tail)
+        for call in calls:
+            # One a chunk, as OpenAI sends them: there are clients that look at the first only.
+            if (entry := call.to_chunk()) is not None:
+                frames += self._frame(choice | {"delta": {"tool_calls": [entry]}}, tail)
         if event.finish_reason is not None:
             stop = {} if event.stop_reason is None else {"stop_reason": event.stop_reason}
             frames += self._frame(choice | {"finish_reason": event.finish_reason, **stop}, tail)

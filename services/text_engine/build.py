@@ -55,39 +55,48 @@ class BuiltEngine:
     """An engine that can run, and what its API needs to know of the model.
 
     info             without adapters, which come and go
-    adapted_config   the model's, for who reads further adapters for it; None: it has none
+    num_row_parts    how many vectors of the hidden size make an image's row
+    adapted_config   the model's, for reading further adapters for it; None: it has none
     """
 
     engine: Engine
     prompts: PromptBuilder
     info: ModelInfo
+    num_row_parts: int = 1
     adapted_config: ModelConfig | None = None
 
 
 def build_engine(
     settings: TextEngineSettings,
     on_wanted: Callable[[ImageRef], None],
+    on_unwanted: Callable[[str], None] = lambda image_key: None,
     on_failure: Callable[[str], None] = lambda reason: None,
 ) -> BuiltEngine:
     """Load the checkpoint and put an engine around it; takes seconds to minutes and logs what it is doing.
 
     on_wanted   hears, from the engine's thread, of every image whose embedding must be fetched
+    on_unwanted   alike, of the key of every image that need not be fetched any more
     on_failure  hears, from any thread, why the engine can never step again: a process that shares the model is gone
     Raises ValueError or OSError subclasses whose message says which setting or file is wrong.
     """
     check_settings(settings)
     if settings.tensor_parallel_size == 1:
-        return _build(settings, on_wanted, None)
+        return _build(settings, on_wanted, on_unwanted, None)
     rank_device(settings, 0)  # too few GPUs: said before any process is started
     workers = Workers(settings, on_failure)
     try:
-        return _build(settings, on_wanted, workers)
+        return _build(settings, on_wanted, on_unwanted, workers)
     except BaseException:
         workers.close()
         raise
 
 
-def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], workers: Workers | None) -> BuiltEngine:
+def _build(
+    settings: TextEngineSettings,
+    on_wanted: Callable[[ImageRef], None],
+    on_unwanted: Callable[[str], None],
+    workers: Workers | None,
+) -> BuiltEngine:
     started = time.monotonic()
     device = rank_device(settings, 0)
     config = load_model_config(settings.model, settings.model_implementation)
@@ -102,7 +111,7 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
     reasoning = None if reasoning_format is None else REASONING_MARKS[reasoning_format]
     if reasoning is not None:
         tokenizer = tokenizer.showing(reasoning.opening, reasoning.closing)
-    embeddings = EmbeddingStore(on_wanted, max_idle_bytes=settings.max_idle_embedding_bytes)
+    embeddings = EmbeddingStore(on_wanted, on_unwanted, max_idle_bytes=settings.max_idle_embedding_bytes)
     eos_token_ids = frozenset(config.eos_token_ids)
     vocab_size = min(tokenizer.vocab_size, config.vocab_size)
     banned = [] if config.image_token_id is None else [config.image_token_id]
@@ -175,9 +184,10 @@ def _build(settings: TextEngineSettings, on_wanted: Callable[[ImageRef], None], 
         reasoning,
         max_model_len=plan.max_model_len,
     )
-    tool_format = prompts.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
+    tool_format = _tool_format(settings, template, prompts)
     info = _info(name, config, model, vocab_size, tool_format, reasoning_format)
-    return BuiltEngine(engine, prompts, info, None if model.adapted is None else model.adapted.config)
+    adapted_config = None if model.adapted is None else model.adapted.config
+    return BuiltEngine(engine, prompts, info, config.num_row_parts, adapted_config)
 
 
 def _adapters(name: str, settings: TextEngineSettings, model: LoadedModel) -> Adapters:
@@ -208,6 +218,18 @@ def _template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     if template is None:
         log.warning("the checkpoint has no chat template: only /v1/completions will work", folder=str(folder))
     return template
+
+
+def _tool_format(settings: TextEngineSettings, template: ChatTemplate | None, prompts: PromptBuilder) -> ToolFormat:
+    if settings.tool_call_parser == "auto":
+        return prompts.tool_format
+    if template is not None and not template.takes_tools and settings.tool_call_parser != "hermes":
+        log.warning(
+            "the chat template takes no tools, so the model is told to call them in another way than they are read",
+            told="hermes",
+            read=settings.tool_call_parser,
+        )
+    return settings.tool_call_parser
 
 
 def _reasoning_format(settings: TextEngineSettings, template: ChatTemplate | None) -> ReasoningFormat | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 from jinja2.ext import loopcontrols
@@ -32,6 +32,16 @@ VICUNA = (
 BUILT_IN_TEMPLATES = {"llava": VICUNA}
 # What a template's own code raises where the client's variables or messages have other types than it counts on.
 _OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+# What a family's template alone has in it. The first that fits is it.
+_TOOL_MARKS: Final[dict[ToolFormat, tuple[str, ...]]] = {
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "```json"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
+    "kimi_k2": ("<|tool_calls_section_begin|>",),
+    "glm45": ("<tool_call>", "<arg_key>"),
+    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
+}
+_PYTHONIC_EXAMPLE: Final = re.compile(r"\[\w+\(\w+=\w")  # [func_name1(params_name1=params_value1, …
 _PROBE = "probe-of-the-template"
 _PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 
@@ -48,6 +58,7 @@ class ChatTemplate:
         self.takes_parts = self._shows_content([text_part(_PROBE)])
         hello = "hello" if self.takes_string else [text_part("hello")]
         self.takes_tools = _PROBE in self._probe(hello, [_PROBE_TOOL])
+        self.takes_parsed_arguments = self._takes_parsed_arguments(hello)
         self.tool_format = _tool_format(source)
         self.reasoning_format = _reasoning_format(source)
 
@@ -85,10 +96,22 @@ class ChatTemplate:
         rendered = self._probe(content, None)
         return _PROBE in rendered and "'type'" not in rendered
 
-    def _probe(self, content: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def _takes_parsed_arguments(self, content: str | list[dict[str, Any]]) -> bool:
+        """Whether calls of earlier turns carry their arguments as an object, as transformers has it, and not as JSON
+        text, as the API has it: some of DeepSeek's templates put that together with what stands around it."""
+
+        def shows(arguments: dict[str, Any] | str) -> bool:
+            call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            return _PROBE in self._probe(content, None, {"role": "assistant", "content": "", "tool_calls": [call]})
+
+        return shows({"a": _PROBE}) or not shows(f'{{"a": "{_PROBE}"}}')
+
+    def _probe(
+        self, content: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None, *later: dict[str, Any]
+    ) -> str:
         """What the template makes of it; nothing if it fails."""
         try:
-            return self.render([{"role": "user", "content": content}], tools)
+            return self.render([{"role": "user", "content": content}, *later], tools)
         except (InvalidRequest, TypeError, AttributeError, KeyError):
             return ""
 
@@ -101,8 +124,11 @@ def text_part(text: str) -> dict[str, str]:
 def _tool_format(source: str) -> ToolFormat:
     """How the model writes a call, told by the marks in its template; Hermes' way where there are none, which is also
     how tools are described to a template that takes none."""
-    if "[TOOL_CALLS]" in source:
-        return "mistral"
+    for form, marks in _TOOL_MARKS.items():
+        if all(mark in source for mark in marks):
+            return form
+    if _PYTHONIC_EXAMPLE.search(source):
+        return "pythonic"
     if "<tool_call>" not in source and ("<|python_tag|>" in source or '"parameters":' in source):
         return "llama3_json"
     return "hermes"

@@ -35,10 +35,6 @@ class Prompt:
     image_refs: tuple[ImageRef, ...]
     reasoning: ReasoningStart | None = None
 
-    @property
-    def num_image_tokens(self) -> int:
-        return sum(span.num_tokens for span in self.images)
-
 
 class PromptBuilder:
     """Renders, tokenizes and expands prompts for one model.
@@ -140,7 +136,7 @@ class PromptBuilder:
         fields = {
             "name": message.name,
             "reasoning_content": message.reasoning_content,
-            "tool_calls": parsed_calls(message),
+            "tool_calls": parsed_calls(message) if self._template.takes_parsed_arguments else message.tool_calls,
             "tool_call_id": message.tool_call_id,
         }
         return result | {name: guard.protect_all(value) for name, value in fields.items() if value}

@@ -6,9 +6,9 @@ tokens. `/v1/model`: `ModelInfo`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shared.reasoning import ReasoningFormat
 from shared.wire.common import SCHEMA_VERSION, StageSpan, WireError, WireModel
@@ -17,7 +17,18 @@ from shared.wire.images import ImageRef
 QUEUE_OPENS_HEADER = "X-Room-In-S"  # seconds until the engine would queue another such request; 0: at once
 # "tool_calls" is the gateway's, which finds the calls in the text.
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]
-ToolFormat = Literal["hermes", "llama3_json", "mistral"]
+# Under vLLM's names.
+ToolFormat = Literal[
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "qwen3_coder",
+    "pythonic",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "kimi_k2",
+]
 
 
 class TextPart(WireModel):
@@ -52,6 +63,7 @@ class GenerateRequest(WireModel):
 
     sampling   fields of shared.sampling.SamplingParams; absent ones take their defaults
     echo       whether to say the prompt's text with its acceptance
+    only_echoes   the answer, one token, is for nobody: the prompt may fill the whole context
     priority   lower runs first, a level being worth 1,000 arrivals; equal priorities run in order of arrival
     template_kwargs   further variables of the chat template
     adapter    name of the LoRA adapter that answers; None: the model itself
@@ -69,6 +81,7 @@ class GenerateRequest(WireModel):
     cache_salt: str = ""
     adapter: str | None = None
     echo: bool = False
+    only_echoes: bool = False
     cuts_to_context: bool = False
 
 
@@ -205,6 +218,17 @@ class ModelInfo(WireModel):
     reasoning_format: ReasoningFormat | None = None
     created: int
     adapters: list[AdapterInfo] = []
+
+    @field_validator("tool_format", mode="before")
+    @classmethod
+    def _known_format(cls, name: object) -> object:
+        """A newer engine's format that is not known here yet is the usual one: its calls remain text."""
+        return name if name in get_args(ToolFormat) else "hermes"
+
+    @field_validator("reasoning_format", mode="before")
+    @classmethod
+    def _known_reasoning(cls, name: object) -> object:
+        return name if name in get_args(ReasoningFormat) else None
 
     def serves(self, name: str) -> bool:
         """Whether requests may give this name."""

@@ -42,8 +42,11 @@ def ask(stack: Stack, times: int = 6) -> list[int]:
     return [stack.chat().status_code for _ in range(times)]
 
 
-def test_a_newer_replica_with_one_more_field_is_used_like_any_other():
-    with one_of_two_publishes(colour_of_the_case="blue") as stack:
+@pytest.mark.parametrize(
+    "news", [{"colour_of_the_case": "blue"}, {"tool_format": "semaphore", "reasoning_format": "sighs"}]
+)
+def test_a_newer_replica_with_a_field_or_a_format_more_is_used_like_any_other(news: dict[str, str]):
+    with one_of_two_publishes(**news) as stack:
         stack.engines[1].is_ready = False
         eventually(lambda: num_ready(stack) == 1)
         stack.engines[1].is_ready = True  # what it published from here on was read with the new field

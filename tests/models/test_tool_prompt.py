@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.text_engine.chat_template import VICUNA, ChatTemplate
+from services.text_engine.config import TextEngineSettings
 from services.text_engine.prompt import PromptBuilder
 from services.text_engine.tokenizer import Tokenizer
 from services.text_engine.tool_prompt import parsed_calls, spell_tools
@@ -39,6 +40,18 @@ MISTRAL = (
     "{% if tools %}[AVAILABLE_TOOLS]{% for tool in tools %}{{ tool.function }}{% endfor %}{% endif %}"
     "{% for message in messages %}{% if message.tool_calls %}[TOOL_CALLS]{% endif %}{{ message.content }}{% endfor %}"
 )
+DEEPSEEK = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type"
+    " + '<｜tool▁sep｜>' + call.function.name + '\n```json\n'"
+    " + call.function.arguments + '\n```<｜tool▁call▁end｜>' }}{% endfor %}{% endfor %}"
+)
+DEEPSEEK_V31 = DEEPSEEK.replace("'\n```json\n'", "'<｜tool▁sep｜>'").replace("\n```", "")
+KIMI = MISTRAL.replace("[TOOL_CALLS]", "<|tool_calls_section_begin|>")
+GLM = QWEN.replace("<tool_call></tool_call>", "<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>")
+QWEN_CODER = QWEN.replace("<tool_call></tool_call>", "<tool_call><function=name><parameter=key>value</parameter>")
+PYTHONIC = LLAMA.replace("Respond", "Say [func_name1(params_name1=params_value1, params_name2=…)]. Never respond")
 
 
 def template(source: str) -> ChatTemplate:
@@ -61,6 +74,12 @@ def said(message: ChatMessage) -> str:
         (QWEN, True, "hermes"),
         (LLAMA, True, "llama3_json"),
         (MISTRAL, True, "mistral"),
+        (DEEPSEEK, True, "deepseek_v3"),
+        (DEEPSEEK_V31, True, "deepseek_v31"),
+        (KIMI, True, "kimi_k2"),
+        (GLM, True, "glm45"),
+        (QWEN_CODER, True, "qwen3_coder"),
+        (PYTHONIC, True, "pythonic"),
         (CHAT_TEMPLATE, False, "hermes"),
         (VICUNA, False, "hermes"),
     ],
@@ -145,3 +164,28 @@ def test_templates_get_arguments_as_an_object(llava: Path):
     prompts = PromptBuilder(tokenizer, template(QWEN), None)
     prompt = prompts.from_messages([turn("user", "hi"), turn("assistant", tool_calls=[CALL])], [TOOL])
     assert '"arguments": {"at": "the cat"}}' in tokenizer.decode(prompt.token_ids)
+
+
+@pytest.mark.parametrize("source", [DEEPSEEK, DEEPSEEK_V31])
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text(llava: Path, source: str):
+    assert not template(source).takes_parsed_arguments
+    tokenizer = Tokenizer.load(llava)
+    prompts = PromptBuilder(tokenizer, template(source), None)
+    prompt = prompts.from_messages([turn("user", "hi"), turn("assistant", "ok", tool_calls=[CALL])], [TOOL])
+    assert '{"at": "the cat"}' in tokenizer.decode(prompt.token_ids)
+
+
+@pytest.mark.parametrize("source", [QWEN, LLAMA, MISTRAL, CHAT_TEMPLATE, VICUNA])
+def test_all_others_get_them_as_transformers_has_them(source: str):
+    assert template(source).takes_parsed_arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("qwen3_xml", "qwen3_coder"), ("llama4_pythonic", "pythonic"), ("qwen25", "hermes"), ("kimi-k2", "kimi_k2")],
+)
+def test_the_formats_have_the_names_that_other_servers_give_them(tmp_path: Path, name: str, ours: str):
+    assert TextEngineSettings(model=tmp_path, tool_call_parser=name).tool_call_parser == ours
+    with pytest.raises(ValueError, match="tool_call_parser"):
+        TextEngineSettings(model=tmp_path, tool_call_parser=f"{name}x")
+    assert TextEngineSettings(model=tmp_path, reasoning_parser="deepseek-r1").reasoning_parser == "think"

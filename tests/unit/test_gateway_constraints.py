@@ -220,7 +220,7 @@ def test_tools_are_offered_forced_or_not_at_all():
     assert named is not None
     assert "look" not in named.value
     assert planned(tools=[LOOK], tool_choice="none") == SamplingParams()
-    assert ToolPlan.of(chat(tools=[LOOK], tool_choice="none"), "hermes").reader() is None
+    assert ToolPlan.of(chat(tools=[LOOK], tool_choice="none"), "hermes").reader(None) is None
 
 
 def test_one_call_only_if_calls_may_not_be_parallel():

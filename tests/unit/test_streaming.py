@@ -10,7 +10,7 @@ from services.gateway.answers import Choice, usage_of
 from services.gateway.backends import LineSplitter
 from services.gateway.schema import StreamOptions
 from services.gateway.streaming import ChatChunks, ChunkTail, CompletionChunks, error_frame
-from services.gateway.tool_calls import NumberedCall, ToolCall
+from services.gateway.tool_calls.reader import CallDelta
 from services.gateway.trace import Trace
 from shared.errors import UpstreamFailed
 from shared.wire.engine import Finished, TokenLogprob, Tokens
@@ -85,14 +85,22 @@ def test_usage_so_far_is_in_every_chunk_if_it_was_asked_for():
     assert [parsed(completions.tokens(tokens(text), 0))[0]["usage"]["completion_tokens"] for text in "ab"] == [1, 2]
 
 
-def test_calls_of_tools_have_a_chunk_of_their_own_before_the_end():
-    calls = [NumberedCall("id0", 0, ToolCall("look", '{"at":"it"}')), NumberedCall("id1", 1, ToolCall("now", "{}"))]
-    [_, text, called, end] = parsed(chat_chunks().tokens(tokens("I look.", finish_reason="tool_calls"), calls))
+def test_each_delta_of_a_call_has_a_chunk_of_its_own_before_the_end():
+    calls = [
+        CallDelta(0, id="id0", name="look"),
+        CallDelta(0, arguments='{"at":'),
+        CallDelta(0, arguments='"it"}'),
+        CallDelta(0, is_last=True, is_whole=True),
+        CallDelta(1, id="id1", name="now"),
+    ]
+    [_, text, *called, end] = parsed(chat_chunks().tokens(tokens("I look.", finish_reason="tool_calls"), calls))
     assert text["choices"][0]["delta"] == {"content": "I look."}
-    assert called["choices"][0]["finish_reason"] is None
-    assert called["choices"][0]["delta"]["tool_calls"] == [
-        {"index": 0, "id": "id0", "type": "function", "function": {"name": "look", "arguments": '{"at":"it"}'}},
-        {"index": 1, "id": "id1", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+    assert {event["choices"][0]["finish_reason"] for event in called} == {None}
+    assert [event["choices"][0]["delta"]["tool_calls"] for event in called] == [
+        [{"index": 0, "id": "id0", "type": "function", "function": {"name": "look", "arguments": ""}}],
+        [{"index": 0, "function": {"arguments": '{"at":'}}],
+        [{"index": 0, "function": {"arguments": '"it"}'}}],
+        [{"index": 1, "id": "id1", "type": "function", "function": {"name": "now", "arguments": ""}}],
     ]
     assert end["choices"][0]["finish_reason"] == "tool_calls"
 
