@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import signal
 import socket
 import ssl
 import sys
@@ -17,11 +16,14 @@ from fastapi import FastAPI
 from shared.http_protocol import HttpProtocol
 from shared.log import get_logger
 from shared.malloc import limit_arenas
+from shared.resources import available_cores
+from shared.threads import started_threads
 from shared.tls import Tls
 
 log = get_logger(__name__)
 REFRESH_TICKS = 100  # of a tenth of a second: how soon renewed certificates are noticed
 FAREWELL_S = 0.01
+MAX_WORKER_THREADS = 32
 LINGERING_S = 5  # for connections that stay after the last request has ended
 
 
@@ -49,7 +51,7 @@ class _DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         is_first = not self.should_exit
         if is_first:
-            log.info("shutting down: running answers may finish", signal=signal.Signals(sig).name)
+            log.info("shutting down: running answers may finish")
         if is_first or self._may_exit is not None:
             self._on_drain()
         else:
@@ -58,6 +60,8 @@ class _DrainingServer(uvicorn.Server):
             self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        num_threads = min(MAX_WORKER_THREADS, available_cores() + 4)  # as many as asyncio would start one by one
+        asyncio.get_running_loop().set_default_executor(started_threads(num_threads))
         await super().startup(sockets)
         if self.started:
             log.info("listening", host=self.config.host, port=self.config.port)

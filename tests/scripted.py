@@ -32,6 +32,7 @@ from shared.server import run_to_the_end
 from shared.wire.common import NDJSON
 from shared.wire.encoder import (
     IMAGE_KEY_HEADER,
+    IMAGE_NUMBER_HEADER,
     Admitted,
     DescribeRequest,
     DescribeResponse,
@@ -327,6 +328,7 @@ class ScriptedEncoder:
         self.fingerprint = fingerprint
         self.script = script or EncoderScript()
         self.keys: list[str] = []
+        self.numbers: dict[str, str] = {}  # of the pictures in their requests, by key
         self.num_running = 0
         self.num_aborted = 0
         self.is_ready = True
@@ -339,7 +341,9 @@ class ScriptedEncoder:
         @app.post("/v1/encode")
         async def encode(request: Request) -> Response:
             try:
-                return await self._encode(request.headers[IMAGE_KEY_HEADER], await request.body())
+                key = request.headers[IMAGE_KEY_HEADER]
+                self.numbers[key] = request.headers.get(IMAGE_NUMBER_HEADER, "")
+                return await self._encode(key, await request.body())
             except ClientDisconnect:
                 return Response(status_code=499)
 

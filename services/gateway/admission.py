@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from services.gateway.balancer import is_replica_fault
+from services.gateway.balancer import is_worth_another_replica
 from services.gateway.encoding import Encoding
 from services.gateway.generation import Generation
 from services.gateway.images import at_part
@@ -105,7 +105,7 @@ class Admission:
             if image.encoding is not None and image.encoding.has_failed:
                 error = image.encoding.encoded.exception()
                 assert isinstance(error, DiptychError)
-                if is_replica_fault(error):
+                if is_worth_another_replica(error):
                     error = EmbeddingNotFound(error.message)
                 return at_part(error, image.param)
         return None

@@ -41,6 +41,8 @@ LONGEST_EJECTION_S = 30.0
 # A replica that has just become ready has cold caches and often cold kernels: its share grows from a tenth.
 SLOW_START_S = 10.0
 FIRST_SHARE = 0.1
+# A busy machine answers late now and then; only a row of missed probes means that nobody is there.
+MAX_MISSED_PROBES = 2
 MAX_AT_THE_DOOR = 32  # requests that a replica has neither taken nor refused yet
 MAX_WAITING = 1024  # requests that wait for a first replica; more are told at once that there is none
 
@@ -52,6 +54,7 @@ class Replica(Generic[Info]):
     ready         the last probe of /ready said 200
     info          what it published about itself; None until first ready
     outstanding   requests of this gateway that it works on
+    num_missed_probes   in a row, that it let time out
     ready_since   when a probe found it ready after it had not been
     number        its name for people, 1, 2, …: addresses are nothing for clients to see
     queue         when it would queue another request
@@ -74,6 +77,11 @@ class Replica(Generic[Info]):
     reason: str = ""
     queue: QueueForecast = field(default_factory=QueueForecast)
     door: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_THE_DOOR))
+
+    @property
+    def is_silent(self) -> bool:
+        """It hangs, or nothing gets through to it: its connections stand and nothing will come over them."""
+        return self.num_missed_probes > MAX_MISSED_PROBES
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -125,6 +133,7 @@ class Pool(Generic[Info]):
         self._turned_ready = asyncio.Event()
         self.num_waiting = 0
         self.num_shed = 0
+        self._on_silence: list[Callable[[Replica[Info]], None]] = []
         self._turns = itertools.count() if by_turns else None
         self._replicas: dict[str, Replica[Info]] = {}
 
@@ -156,12 +165,25 @@ class Pool(Generic[Info]):
 
     def probed(self, replica: Replica[Info], *, ready: bool, info: Info | None) -> None:
         """What a probe has found out."""
+        replica.num_missed_probes = 0
         turned_ready = ready and not replica.ready
         if turned_ready:
             replica.ready_since = self._clock()
         replica.probed(ready, info)
         if turned_ready:
             self._turned_ready.set()
+
+    def missed_probe(self, replica: Replica[Info]) -> None:
+        """It let a probe time out."""
+        replica.num_missed_probes += 1
+        if replica.is_silent:
+            replica.unreachable()
+            for tell in self._on_silence:
+                tell(replica)
+
+    def on_silence(self, tell: Callable[[Replica[Info]], None]) -> None:
+        """`tell` is called with a replica that has fallen silent, and again for as long as it stays so."""
+        self._on_silence.append(tell)
 
     async def until_available(self) -> None:
         """Wait while no replica can take anything, but not for ever: a service that scaled to zero may be on its way.

@@ -20,8 +20,6 @@ from shared.wire.common import SCHEMA_VERSION, Spoken
 
 log = get_logger(__name__)
 PublishedInfo = TypeVar("PublishedInfo", bound=BaseModel)
-# A busy machine answers late now and then; only a row of missed probes means that nobody is there.
-MAX_MISSED_PROBES = 2
 
 
 class OtherVersion(Exception):
@@ -131,14 +129,11 @@ class Discovery(Generic[PublishedInfo]):
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 info = await self._ask(replica.url)
-            replica.num_missed_probes = 0
             reason = "" if info is not None else "it says that it is not ready"
             self._pool.probed(replica, ready=info is not None, info=info)
         except (TimeoutError, httpx.TimeoutException):
-            replica.num_missed_probes += 1
             reason = "it does not answer"
-            if replica.num_missed_probes > MAX_MISSED_PROBES:
-                self._pool.probed(replica, ready=False, info=None)
+            self._pool.missed_probe(replica)
         except (httpx.HTTPError, ValidationError) as error:
             reason = _reason(error)
             problem = explain_tls(error) or _refusal(error)

@@ -1,4 +1,4 @@
-"""Encodes under way: equal images share one, a replica that gives out is replaced by another.
+"""Encodes under way: equal images share one, a replica that gives out or falls silent is replaced by another.
 
 Knows encoders; what is remembered about images, and which requests wait for them, is others' business.
 """
@@ -6,9 +6,10 @@ Knows encoders; what is remembered about images, and which requests wait for the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class EncodeJob:
 
     again          it was encoded before and the result is lost: not by the replica that failed last, if there is
                    another
+    number         which of its request's pictures it is
     is_embedding   the bytes are no picture but its embedding, to be checked and kept
     """
 
@@ -41,6 +43,7 @@ class EncodeJob:
     fingerprint: str
     request_id: str
     again: bool
+    number: int = 0
     detail: Detail = "high"
     is_embedding: bool = False
 
@@ -53,21 +56,27 @@ class Encoding:
     """One encode call in flight, shared by every request that wants this image now.
 
     asked_at, admitted_at, encoded_at   by time.perf_counter(); the last two are 0 until then
-    where                               the replica that took it
+    replica                             that took it, or was asked last
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: EncodeJob) -> None:
         loop = asyncio.get_running_loop()
+        self.job = job
         self.admitted: asyncio.Future[ImageRef] = loop.create_future()
         self.encoded: asyncio.Future[Encoded] = loop.create_future()
         self.task: asyncio.Task[None] | None = None
         self.asked_at = time.perf_counter()
         self.admitted_at = self.encoded_at = 0.0
-        self.where = "vision_encoder"
+        self.replica: Replica[EncoderInfo] | None = None
+        self._patience: asyncio.Timeout | None = None
         self._num_waiters = 0
         self._is_cancelled = False
         for outcome in (self.admitted, self.encoded):
             outcome.add_done_callback(_is_seen)
+
+    @property
+    def where(self) -> str:
+        return "vision_encoder" if self.replica is None else f"vision_encoder-{self.replica.number}"
 
     @property
     def has_failed(self) -> bool:
@@ -92,6 +101,24 @@ class Encoding:
             if not outcome.done():
                 outcome.set_exception(error)
 
+    @asynccontextmanager
+    async def at(self, replica: Replica[EncoderInfo]) -> AsyncIterator[None]:
+        """Entered while `replica` has it. Raises NotReady when it is given up there."""
+        self.replica = replica
+        try:
+            with replica.lease():
+                async with asyncio.timeout(None) as self._patience:
+                    yield
+        except TimeoutError:
+            raise NotReady("the vision encoder has fallen silent", retry_after_s=RETRY_AFTER_S) from None
+        finally:
+            self._patience = None
+
+    def give_up_there(self) -> None:
+        """Its replica will not finish it."""
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(-math.inf)
+
     def join(self) -> None:
         self._num_waiters += 1
 
@@ -114,13 +141,19 @@ def _is_seen(outcome: asyncio.Future[Any]) -> None:
 
 
 class Encodes:
-    """on_encoded   told of every image whose embedding is there"""
+    """on_encoded   told of every image whose embedding is there, and of the replica that has it"""
 
-    def __init__(self, pool: Pool[EncoderInfo], client: EncoderClient, on_encoded: Callable[[ImageRef], None]) -> None:
+    def __init__(
+        self,
+        pool: Pool[EncoderInfo],
+        client: EncoderClient,
+        on_encoded: Callable[[ImageRef, Replica[EncoderInfo]], None],
+    ) -> None:
         self._pool = pool
         self._client = client
         self._on_encoded = on_encoded
         self._in_flight: dict[str, Encoding] = {}
+        pool.on_silence(self._leave)
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -131,7 +164,7 @@ class Encodes:
         return encoding if encoding is not None and encoding.can_be_joined else None
 
     def start(self, job: EncodeJob) -> Encoding:
-        encoding = Encoding()
+        encoding = Encoding(job)
         encoding.task = asyncio.create_task(self._run(job, encoding))
         self._in_flight[job.key] = encoding
 
@@ -156,7 +189,9 @@ class Encodes:
             return None if encoding.admitted.done() else self._choose(job, tried)
 
         async def work(replica: Replica[EncoderInfo], _num_tries: int) -> None:
-            await self._run_on(replica, job, encoding)
+            async with encoding.at(replica):
+                await self._run_on(replica, encoding)
+            self._pool.note(replica, None)
 
         try:
             await on_a_replica(self._pool, choose, work, nobody=no_encoder())
@@ -166,25 +201,38 @@ class Encodes:
             encoding.fail(UpstreamFailed("the encode was abandoned"))
             raise
 
-    async def _run_on(self, replica: Replica[EncoderInfo], job: EncodeJob, encoding: Encoding) -> None:
-        encoding.where = f"vision_encoder-{replica.number}"
+    async def _run_on(self, replica: Replica[EncoderInfo], encoding: Encoding) -> None:
+        job = encoding.job
         events = self._client.encode(
-            replica.url, job.image, job.key, job.request_id, detail=job.detail, is_embedding=job.is_embedding
+            replica.url,
+            job.image,
+            job.key,
+            job.request_id,
+            detail=job.detail,
+            number=job.number,
+            is_embedding=job.is_embedding,
         )
-        with replica.lease():
-            async with aclosing(events):
-                async for event in events:
-                    self._follow(event, replica.url, encoding)
-        self._pool.note(replica, None)
+        async with aclosing(events):
+            async for event in events:
+                self._follow(event, replica, encoding)
 
-    def _follow(self, event: Admitted | Encoded, url: str, encoding: Encoding) -> None:
+    def _follow(self, event: Admitted | Encoded, replica: Replica[EncoderInfo], encoding: Encoding) -> None:
         if isinstance(event, Admitted):
             # Its own address, if it says one, is what engines can reach; ours is the next best.
             ref = event.image
-            encoding.admit(ref if ref.encoder_url else ref.model_copy(update={"encoder_url": url}))
+            encoding.admit(ref if ref.encoder_url else ref.model_copy(update={"encoder_url": replica.url}))
         elif encoding.admitted.done():
-            self._on_encoded(encoding.admitted.result())
+            self._on_encoded(encoding.admitted.result(), replica)
             encoding.finish(event)
+
+    def _leave(self, silent: Replica[EncoderInfo]) -> None:
+        """Let others encode what a silent replica has, as far as there are others: it may come to itself.
+
+        A picture is taken from its replica once: where all answer late, pictures would go round and none be encoded.
+        """
+        for encoding in self._in_flight.values():
+            if encoding.replica is silent and not encoding.job.again and self._choose(encoding.job, [silent]):
+                encoding.give_up_there()
 
     def _choose(self, job: EncodeJob, tried: list[Replica[EncoderInfo]]) -> Replica[EncoderInfo] | None:
         candidates = self._pool.available(tried, job.suits)

@@ -43,8 +43,8 @@ end
 for _, entry in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', now)) do
   give_back(entry)
 end
-if quota > 0 and used + size > quota then  -- bounded, for it holds up Redis: the others follow at the next file
-  for _, entry in ipairs(redis.call('ZRANGE', account, 0, 999)) do
+if quota > 0 and used + size > quota then  -- a thousand of them, for it holds up Redis: others follow at other files
+  for _, entry in ipairs(redis.call('ZRANDMEMBER', account, 1000)) do
     if redis.call('HEXISTS', prefix .. string.match(entry, ':(.*)$'), 'data') == 0 then
       give_back(entry)
     end

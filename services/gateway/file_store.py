@@ -214,7 +214,7 @@ class FileStore:
 
 
 class FileMemory:
-    """Files of this process within a bound on their bytes. Whoever holds most makes room for new ones, with what they
+    """Files of this process within a bound on their bytes. The owner of most makes room for new ones, with what they
     have not used for longest: nobody loses their files because of how much another sends.
 
     The newest is kept in any case: an upload that was accepted can be used.

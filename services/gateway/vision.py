@@ -41,7 +41,7 @@ class Vision:
         self._encodes = Encodes(pool, client, self._encoded)
         self._cache = cache
         self._max_known = known_images
-        self._known: OrderedDict[str, ImageRef] = OrderedDict()
+        self._known: OrderedDict[str, tuple[ImageRef, Replica[EncoderInfo] | None]] = OrderedDict()
         self._info: EncoderInfo | None = None
         self.sources: Counter[str] = Counter()  # where refs came from, for the metrics
 
@@ -65,7 +65,10 @@ class Vision:
             await self._pool.until_available()
         info = self._current_info()
         num_images = len(images) + num_others
-        jobs = [await self._job(image, info, num_images, trace.request_id, again=fresh) for image in images]
+        jobs = [
+            await self._job(image, number, info, num_images, trace.request_id, again=fresh)
+            for number, image in enumerate(images)
+        ]
         keys = [job.key for job in jobs]
         refs = {} if fresh else self._recall(keys)
         remembered = set(refs)
@@ -117,11 +120,16 @@ class Vision:
     # --- what is known ----------------------------------------------------------------------------------------------
 
     def _recall(self, keys: Sequence[str]) -> dict[str, ImageRef]:
-        found = {key: ref for key in keys if (ref := self._known.get(key)) is not None}
-        for key in found:
+        known = {key: self._known[key] for key in keys if key in self._known}
+        for key in known:
             self._known.move_to_end(key)
+        found = {key: ref for key, (ref, holder) in known.items() if not self._is_better_forgotten(holder)}
         self.sources["memory"] += len(found)
         return found
+
+    def _is_better_forgotten(self, holder: Replica[EncoderInfo] | None) -> bool:
+        """Nobody will hear from the encoder that holds the embedding, and another could make it anew."""
+        return holder is not None and holder.is_silent and bool(self._pool.available())
 
     async def _look_up(self, keys: list[str], refs: dict[str, ImageRef], *, fresh: bool) -> None:
         unknown = [key for key in keys if self._encodes.running(key) is None]
@@ -134,16 +142,16 @@ class Vision:
                 self._remember(ref)
                 self.sources["redis"] += 1
 
-    def _remember(self, ref: ImageRef) -> None:
-        self._known[ref.image_key] = ref
+    def _remember(self, ref: ImageRef, holder: Replica[EncoderInfo] | None = None) -> None:
+        self._known[ref.image_key] = (ref, holder)
         self._known.move_to_end(ref.image_key)
         while len(self._known) > self._max_known:
             self._known.popitem(last=False)
 
-    def _encoded(self, ref: ImageRef) -> None:
+    def _encoded(self, ref: ImageRef, holder: Replica[EncoderInfo]) -> None:
         """Counted only now: a picture that is refused, by its header or when it is decoded, was not encoded."""
         self.sources["encoder"] += 1
-        self._remember(ref)
+        self._remember(ref, holder)
 
     def _infos(self) -> list[EncoderInfo]:
         return [replica.info for replica in self._pool.available() if replica.info is not None]
@@ -163,7 +171,7 @@ class Vision:
         return self._info
 
     async def _job(
-        self, image: LoadedImage, info: EncoderInfo, num_images: int, request_id: str, *, again: bool
+        self, image: LoadedImage, number: int, info: EncoderInfo, num_images: int, request_id: str, *, again: bool
     ) -> EncodeJob:
         detail = info.detail_of(image.detail, num_images)
         if image.is_embedding and not info.accepts_embeddings:
@@ -173,7 +181,7 @@ class Vision:
         else:
             key = await off_loop(image_key, image.data, info.fingerprint_of(detail))
         return EncodeJob(
-            key, image.data, info.fingerprint, request_id, again, detail=detail, is_embedding=image.is_embedding
+            key, image.data, info.fingerprint, request_id, again, number, detail, is_embedding=image.is_embedding
         )
 
     # --- admitting one image ----------------------------------------------------------------------------------------

@@ -31,13 +31,19 @@ class EmbeddingDelivery:
         self._thread = thread
         self._fetches = fetches
         self._metrics = metrics
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}  # and the key of the image that each fetches
 
     def start(self, ref: ImageRef) -> None:
         """Fetch one embedding, and give the engine its rows or the reason why there are none."""
         task = asyncio.create_task(self._deliver(ref))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = ref.image_key
+        task.add_done_callback(self._tasks.pop)
+
+    def stop(self, image_key: str) -> None:
+        """Nobody needs that image any more: its encoder may drop it, too."""
+        for task, key in self._tasks.items():
+            if key == image_key:
+                task.cancel()
 
     def cancel(self) -> None:
         """Give up what is still being fetched."""
@@ -58,6 +64,6 @@ class EmbeddingDelivery:
             reason = "the engine failed to fetch an image's embedding; the log has the details"
             self._thread.submit(partial(Engine.image_failed, ref=ref, error=DiptychError(reason)))
         else:
-            self._thread.submit(lambda engine: engine.put_image(ref.image_key, rows))
+            self._thread.submit(partial(Engine.put_image, image_key=ref.image_key, rows=rows))
         finally:
             self._metrics.observe_fetch(source, time.monotonic() - started)

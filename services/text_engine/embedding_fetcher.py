@@ -13,11 +13,13 @@ from shared.errors import (
     DiptychError,
     EmbeddingNotFound,
     EncodeFailed,
+    NotReady,
     UpstreamFailed,
+    UpstreamTimeout,
     error_from_body,
 )
 from shared.log import get_logger
-from shared.row_codec import SCALE_BYTES, dequantize_rows
+from shared.row_codec import dequantize_rows, stored_width
 from shared.tensor_blob import BlobError
 from shared.torch_io import blob_to_tensor
 from shared.wire.common import DEADLINE_HEADER
@@ -29,18 +31,31 @@ log = get_logger(__name__)
 class EmbeddingFetcher:
     """Gets one embedding: from Redis, else from the encoder named in the reference, which may still be computing it.
 
-    hidden_size   rows of any other width are refused
-    timeout_s     total deadline of one fetch
+    hidden_size    of the model
+    num_row_parts  how many vectors of that size make a row; rows of any other width are refused
+    timeout_s      total deadline of one fetch
     """
 
-    def __init__(self, cache: EmbeddingCache, http: httpx.AsyncClient, *, hidden_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        cache: EmbeddingCache,
+        http: httpx.AsyncClient,
+        *,
+        hidden_size: int,
+        num_row_parts: int = 1,
+        timeout_s: float,
+    ) -> None:
         self._cache = cache
         self._http = http
         self._hidden_size = hidden_size
+        self._num_row_parts = num_row_parts
         self._timeout_s = timeout_s
 
     async def fetch(self, ref: ImageRef) -> tuple[torch.Tensor, Source]:
-        """[num_tokens, hidden_size], finite, and who had them. Raises a DiptychError saying who could not deliver."""
+        """[num_tokens, num_row_parts * hidden_size], finite, and who had them.
+
+        Raises a DiptychError saying who could not deliver.
+        """
         [blob] = await self._cache.get([ref.image_key])
         if blob is not None:
             try:
@@ -68,19 +83,23 @@ class EmbeddingFetcher:
         except httpx.HTTPError as error:
             raise EmbeddingNotFound(f"the vision encoder that made the embedding is gone ({error!r})") from error
         if response.status_code != httpx.codes.OK:
-            raise _error_of(response)
+            refusal = _error_of(response)
+            if isinstance(refusal, (NotReady, UpstreamTimeout)):  # of the encoder: from here it would be the engine's
+                raise EmbeddingNotFound(refusal.message) from refusal
+            raise refusal
         return response.content
 
     def _checked(self, blob: bytes, ref: ImageRef) -> torch.Tensor:
         tensor = blob_to_tensor(blob)
         is_quantized = tensor.dtype == torch.int8
-        stored_width = self._hidden_size + (SCALE_BYTES if is_quantized else 0)
-        if tuple(tensor.shape) != (ref.num_tokens, stored_width):
+        size, num_parts = self._hidden_size, self._num_row_parts
+        width = stored_width(size, num_parts) if is_quantized else num_parts * size
+        if tuple(tensor.shape) != (ref.num_tokens, width):
             raise EncodeFailed(
-                f"the embedding has shape {tuple(tensor.shape)}; {ref.num_tokens} rows of {stored_width} were announced"
+                f"the embedding has shape {tuple(tensor.shape)}; {ref.num_tokens} rows of {width} were announced"
             )
         if is_quantized:
-            tensor = dequantize_rows(tensor)
+            tensor = dequantize_rows(tensor, num_parts)
         if not bool(torch.isfinite(tensor).all()):
             raise EncodeFailed("the embedding holds values that are not finite")
         return tensor

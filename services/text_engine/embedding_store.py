@@ -18,23 +18,35 @@ from shared.wire.images import ImageRef
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one image: who needs it, and its rows once they are here."""
+    """What is known of one image: who needs it, and its rows once they are here.
+
+    ref     the newest word on who can serve it
+    asked   the one that is being tried
+    """
 
     ref: ImageRef
     needed_by: set[str] = field(default_factory=set)
     tensor: torch.Tensor | None = None
-    is_requested: bool = False
+    asked: ImageRef | None = None
 
 
 class EmbeddingStore:
-    """Embeddings by image key, [num_tokens, hidden_size] each.
+    """Embeddings by image key, [num_tokens, row_size] each.
 
     on_wanted   called, from the engine's thread, when the rows of an image are needed and not here
+    on_unwanted   alike, with the image's key, when no request is left that needs what is on its way
     max_idle_bytes   what may be kept of embeddings that no request needs any more
     """
 
-    def __init__(self, on_wanted: Callable[[ImageRef], None], *, max_idle_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        on_wanted: Callable[[ImageRef], None],
+        on_unwanted: Callable[[str], None] = lambda image_key: None,
+        *,
+        max_idle_bytes: int = 256 << 20,
+    ) -> None:
         self._on_wanted = on_wanted
+        self._on_unwanted = on_unwanted
         self._max_idle_bytes = max_idle_bytes
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -53,8 +65,8 @@ class EmbeddingStore:
             entry = self._entries.get(ref.image_key)
             if entry is None:
                 entry = self._entries[ref.image_key] = _Entry(ref, tensor=self._take_idle(ref.image_key))
-            elif ref.encoder_url is not None:
-                entry.ref = ref  # the newest word on who can serve it
+            elif ref.encoder_url not in (None, entry.ref.encoder_url):
+                entry.ref = ref
             entry.needed_by.add(request_id)
             self.num_queries += 1
             self.num_hits += entry.tensor is not None
@@ -70,14 +82,15 @@ class EmbeddingStore:
                 del self._entries[key]
                 if entry.tensor is not None:
                     self._keep_idle(key, entry.tensor)
+                elif entry.asked is not None:
+                    self._on_unwanted(key)
 
     def is_ready(self, _sequence: Sequence, span: ImageSpan) -> bool:
         entry = self._entries[span.image_key]
         if entry.tensor is not None:
             return True
-        if not entry.is_requested:
-            entry.is_requested = True
-            self._on_wanted(entry.ref)
+        if entry.asked is not entry.ref:  # nobody yet, or one that hangs: its picture has been encoded elsewhere
+            self._ask(entry)
         return False
 
     def rows(self, image_key: str) -> torch.Tensor:
@@ -99,10 +112,15 @@ class EmbeddingStore:
         entry = self._entries.get(ref.image_key)
         if entry is None:
             return False
-        entry.is_requested = entry.ref != ref
-        if entry.is_requested:
-            self._on_wanted(entry.ref)
-        return entry.is_requested
+        if entry.asked == ref:
+            entry.asked = None
+            if entry.ref != ref:
+                self._ask(entry)
+        return entry.asked is not None
+
+    def _ask(self, entry: _Entry) -> None:
+        entry.asked = entry.ref
+        self._on_wanted(entry.ref)
 
     def drop_idle(self) -> None:
         """Forget the embeddings that no request needs now."""

@@ -86,7 +86,7 @@ class TextEngineService:
         """Load the model without blocking the event loop, then run the engine. Raises what `build_engine` raises."""
         try:
             thread = EngineThread(
-                partial(build_engine, self.settings, self._on_wanted),
+                partial(build_engine, self.settings, self._on_wanted, self._on_unwanted),
                 self._loop,
                 self._deliver,
                 self._on_step,
@@ -101,6 +101,7 @@ class TextEngineService:
             self._cache,
             self._http,
             hidden_size=built.info.hidden_size,
+            num_row_parts=built.num_row_parts,
             timeout_s=self.settings.embedding_timeout_s,
         )
         self._embeddings = EmbeddingDelivery(fetcher, thread, self._fetch_log, self.metrics)
@@ -126,10 +127,6 @@ class TextEngineService:
         await self._cache.close()
 
     # --- state ----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_ready(self) -> bool:
-        return self.why_not_ready() is None
 
     def why_not_ready(self) -> str | None:
         if self.load_error is not None:
@@ -342,6 +339,10 @@ class TextEngineService:
     def _on_wanted(self, ref: ImageRef) -> None:
         assert self._embeddings is not None, "no request comes before the engine is there"
         self._loop.call_soon_threadsafe(self._embeddings.start, ref)
+
+    def _on_unwanted(self, image_key: str) -> None:
+        if self._embeddings is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._embeddings.stop, image_key)
 
 
 def _traced(model: str, finished: RequestFinished) -> Attributes:

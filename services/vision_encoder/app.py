@@ -5,23 +5,26 @@ Until the model is loaded requests get 503.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from services.vision_encoder.batcher import ANY_PLACE, Place
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.encoder import Encoder
 from services.vision_encoder.flight import EventStream
 from services.vision_encoder.service import VisionEncoderService
 from shared.errors import DiptychError, ImageTooLarge, InvalidRequest, NotReady, PayloadTooLarge, RequestAborted
 from shared.http_errors import error_response
+from shared.http_protocol import until_disconnected
 from shared.log import configure_logging, get_logger
 from shared.metrics import metrics_response
 from shared.panel import panel_app, serve_panel
@@ -31,6 +34,7 @@ from shared.wire.common import DEADLINE_HEADER, NDJSON, REQUEST_ID_HEADER
 from shared.wire.encoder import (
     DETAIL_HEADER,
     IMAGE_KEY_HEADER,
+    IMAGE_NUMBER_HEADER,
     SAFETENSORS,
     DescribeRequest,
     DescribeResponse,
@@ -44,6 +48,7 @@ from shared.wire.images import Detail, ImageMetadata
 log = get_logger(__name__)
 
 KEY_PATTERN = re.compile(r"[0-9a-f]{64}")
+NUMBER_PATTERN = re.compile(r"[0-9]{1,9}")
 MAX_DISCARDED_BYTES = 64 << 20
 
 
@@ -97,16 +102,50 @@ async def _detail(given: Annotated[str | None, Header(alias=DETAIL_HEADER)] = No
     return "low" if given == "low" else "high"
 
 
+def _place(
+    number: Annotated[str, Header(alias=IMAGE_NUMBER_HEADER)] = "",
+    request_id: Annotated[str, Header(alias=REQUEST_ID_HEADER)] = "",
+) -> Place:
+    if not number or not request_id:
+        return ANY_PLACE
+    if not NUMBER_PATTERN.fullmatch(number):
+        raise InvalidRequest(
+            f"{IMAGE_NUMBER_HEADER} must be a number of a request's pictures, not {number[:40]!r}",
+            param=IMAGE_NUMBER_HEADER,
+        )
+    return Place(request_id, int(number))
+
+
 Service = Annotated[VisionEncoderService, Depends(_service)]
 Deadline = Annotated[float, Depends(_deadline_s)]
 ImageKey = Annotated[str | None, Depends(_image_key)]
 ImageDetail = Annotated[Detail, Depends(_detail)]
+ImagePlace = Annotated[Place, Depends(_place)]
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, bytes]) -> bytes:
+    """What `work` gives; it is cancelled when the client leaves, for which there is nobody to answer."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(until_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RequestAborted("the client has left")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 def _add_routes(app: FastAPI) -> None:
     @app.post("/v1/encode")
     async def encode(
-        request: Request, service: Service, claimed_key: ImageKey, deadline_s: Deadline, detail: ImageDetail
+        request: Request,
+        service: Service,
+        claimed_key: ImageKey,
+        deadline_s: Deadline,
+        detail: ImageDetail,
+        place: ImagePlace,
     ) -> Response:
         try:
             service.refuse_new_work()
@@ -116,7 +155,7 @@ def _add_routes(app: FastAPI) -> None:
                 if request.headers.get("content-type") == SAFETENSORS:
                     stream = await encoder.adopt(data, claimed_key)
                 else:
-                    stream = await encoder.encode(data, claimed_key, deadline_s, detail)
+                    stream = await encoder.encode(data, claimed_key, deadline_s, detail, place)
         except DiptychError:
             await _discard(request)
             raise
@@ -129,8 +168,8 @@ def _add_routes(app: FastAPI) -> None:
         return DescribeResponse(images=described)
 
     @app.get("/v1/embeddings/{key}")
-    async def embedding(key: str, service: Service, deadline_s: Deadline) -> Response:
-        blob = await service.encoder.embedding(_checked_key(key, "key"), deadline_s)
+    async def embedding(request: Request, key: str, service: Service, deadline_s: Deadline) -> Response:
+        blob = await _while_connected(request, service.encoder.embedding(_checked_key(key, "key"), deadline_s))
         return Response(blob, media_type="application/octet-stream")
 
     @app.get("/v1/info")

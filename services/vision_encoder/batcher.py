@@ -1,7 +1,8 @@
 """Batcher: single items from many requests to full batches for one thread.
 
 Never waits for company: an idle thread takes what is there at once, and while it works the next batch gathers. So a
-lone request is not delayed and a crowd is served in full batches, with nothing to tune.
+lone request is not delayed and a crowd is served in full batches, with nothing to tune. Whoever has several items there
+gets them in the order in which it wants them, at nobody else's cost.
 """
 
 from __future__ import annotations
@@ -22,10 +23,21 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+class Place(NamedTuple):
+    """Which of its owner's items this one is: owners want theirs in ascending order of the number."""
+
+    owner: str = ""
+    number: int = 0
+
+
+ANY_PLACE = Place()
+
+
 @dataclass(slots=True)
 class _Job(Generic[Item, Result]):
     item: Item
     shape: Hashable
+    place: Place
     done: asyncio.Future[BatchedResult[Result]]
     submitted_at: float = field(default_factory=time.monotonic)
 
@@ -65,7 +77,7 @@ class Batcher(Generic[Item, Result]):
         self._run = run
         self._max_batch_size = max_batch_size
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="tower")
-        self._waiting: deque[_Job[Item, Result]] = deque()
+        self._waiting: list[_Job[Item, Result]] = []
         self._arrived = asyncio.Event()
         self._busy_since: float | None = None
         self.past_runs: deque[PastRun] = deque(maxlen=NUM_PAST_RUNS)
@@ -81,12 +93,22 @@ class Batcher(Generic[Item, Result]):
         """Seconds since the running batch began; 0 while idle."""
         return 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
 
-    async def submit(self, item: Item, shape: Hashable) -> BatchedResult[Result]:
+    async def submit(self, item: Item, shape: Hashable, place: Place = ANY_PLACE) -> BatchedResult[Result]:
         """Only items of equal `shape` share a batch. A cancelled caller's item is dropped if it still waits."""
-        job: _Job[Item, Result] = _Job(item, shape, asyncio.get_running_loop().create_future())
+        job: _Job[Item, Result] = _Job(item, shape, place, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
+        self._put_in_order(place.owner, shape)
         self._arrived.set()
         return await job.done
+
+    def _put_in_order(self, owner: str, shape: Hashable) -> None:
+        """Let the owner's waiting items of one shape change places among themselves: all batches are as large and of
+        the shapes that they would be, and nobody else's item comes later."""
+        waiting = self._waiting
+        turns = [turn for turn, job in enumerate(waiting) if (job.place.owner, job.shape) == (owner, shape)]
+        in_order = sorted((waiting[turn] for turn in turns), key=lambda job: job.place.number)
+        for turn, job in zip(turns, in_order, strict=True):
+            waiting[turn] = job
 
     async def close(self) -> None:
         self._loop.cancel()
@@ -106,11 +128,11 @@ class Batcher(Generic[Item, Result]):
                 self._arrived.clear()
 
     def _next_batch(self) -> list[_Job[Item, Result]]:
-        """The oldest job and those that fit it, in order of arrival; whoever went away is dropped."""
-        alive = deque(job for job in self._waiting if not job.done.done())
+        """The first job and those that fit it, in their order; whoever went away is dropped."""
+        alive = [job for job in self._waiting if not job.done.done()]
         batch = [job for job in alive if job.shape == alive[0].shape][: self._max_batch_size]
         chosen = set(map(id, batch))
-        self._waiting = deque(job for job in alive if id(job) not in chosen)
+        self._waiting = [job for job in alive if id(job) not in chosen]
         return batch
 
     async def _run_batch(self, batch: list[_Job[Item, Result]]) -> None:

@@ -64,7 +64,12 @@ class VisionEncoderSettings(BaseSettings):
     max_recent_bytes: ByteSize = Field(256 * MiB, ge=0, description="finished embeddings kept in this process")
     default_deadline_s: float = Field(120.0, gt=0, description="longest wait of a caller that states none")
     decode_timeout_s: float = Field(20.0, gt=0, description="time to decode one image, waiting not counted")
-    stall_timeout_s: float = Field(60.0, gt=0, description="a tower pass longer than this turns readiness off")
+    stall_timeout_s: float = Field(
+        45.0,
+        gt=0,
+        description="a tower pass longer than this turns readiness off, and other encoders get its pictures; less than "
+        "the engine's embedding timeout",
+    )
     drain_timeout_s: float = Field(30.0, ge=0, description="time for running work after SIGTERM")
 
     service_token: ServiceTokens = ()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from services.vision_encoder.admission import ImageLimits, Queue
-from services.vision_encoder.batcher import Batcher
+from services.vision_encoder.batcher import ANY_PLACE, Batcher, Place
 from services.vision_encoder.config import Storage
 from services.vision_encoder.decode_pool import DecodePool
 from services.vision_encoder.families.interface import Family, PreparedImage
@@ -35,7 +35,7 @@ from shared.hashing import embedding_key, image_key, off_loop
 from shared.http_errors import wire_error
 from shared.image_header import ImageHeader
 from shared.log import get_logger
-from shared.row_codec import SCALE_BYTES, quantize_rows
+from shared.row_codec import quantize_rows, stored_width
 from shared.torch_io import blob_to_tensor, tensor_to_blob
 from shared.wire.encoder import EMBEDDINGS_REFUSED, Admitted, Encoded, EncodeEvent, EncodeFailedEvent, ImageSize
 from shared.wire.images import Detail, ImageMetadata, ImageRef
@@ -52,6 +52,17 @@ class Reading:
 
     family: Family
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One that is admitted and not decoded. place: which of its request's pictures it is"""
+
+    data: bytes
+    header: ImageHeader
+    metadata: ImageMetadata
+    detail: Detail
+    place: Place
 
 
 class Tower:
@@ -73,15 +84,15 @@ class Tower:
 
     def _checked(self, rows: Tensor, image: PreparedImage, family: Family) -> bytes | EncodeFailed:
         num_tokens = family.describe(image.width, image.height).num_tokens  # what was announced
-        if tuple(rows.shape) != (num_tokens, family.hidden_size):
+        if tuple(rows.shape) != (num_tokens, family.num_row_parts * family.hidden_size):
             return EncodeFailed(f"the tower gave {tuple(rows.shape)} for an image of {num_tokens} tokens")
         if not bool(torch.isfinite(rows).all()):
             return EncodeFailed("the tower gave values that are not finite for this image")
-        return to_blob(rows, self._storage)
+        return to_blob(rows, self._storage, family.num_row_parts)
 
 
-def to_blob(rows: Tensor, storage: Storage) -> bytes:
-    return tensor_to_blob(quantize_rows(rows) if storage == "int8" else rows)
+def to_blob(rows: Tensor, storage: Storage, num_row_parts: int) -> bytes:
+    return tensor_to_blob(quantize_rows(rows, num_row_parts) if storage == "int8" else rows)
 
 
 class Encoder:
@@ -108,8 +119,12 @@ class Encoder:
         self._readings = readings
         self._dtype = dtype
         self._storage: Storage = storage
-        self._hidden_size = readings["high"].family.hidden_size
-        self._stored_width = self._hidden_size + (SCALE_BYTES if storage == "int8" else 0)
+        family = readings["high"].family
+        self._num_row_parts = family.num_row_parts
+        self._row_size = family.num_row_parts * family.hidden_size
+        self._stored_width = (
+            stored_width(family.hidden_size, family.num_row_parts) if storage == "int8" else self._row_size
+        )
         self._accepts_embeddings = accepts_embeddings
         self._queue = queue
         self._pool = pool
@@ -127,13 +142,22 @@ class Encoder:
         return self._readings["high"].fingerprint
 
     @property
+    def num_flights(self) -> int:
+        """Images under way."""
+        return len(self._flights)
+
+    @property
     def busy_s(self) -> float:
         """Seconds since the running tower pass began."""
         return self._batcher.busy_s
 
     async def close(self) -> None:
         """Call off what still runs; its callers get errors."""
-        await asyncio.gather(*(flight.called_off() for flight in list(self._flights.values())))
+        await self.call_off()
+
+    async def call_off(self, reason: DiptychError | None = None) -> None:
+        """Nothing that is under way comes to an end: its callers get the reason. None: the service is shutting down."""
+        await asyncio.gather(*(flight.called_off(reason) for flight in list(self._flights.values())))
 
     def describe(self, size: ImageSize) -> ImageMetadata:
         """How a picture of this size would stand in a prompt. Raises ImageTooLarge where it would be refused."""
@@ -151,7 +175,12 @@ class Encoder:
         return self._queue.place(size_bytes)
 
     async def encode(
-        self, data: bytes, claimed_key: str | None, deadline_s: float, detail: Detail = "high"
+        self,
+        data: bytes,
+        claimed_key: str | None,
+        deadline_s: float,
+        detail: Detail = "high",
+        place: Place = ANY_PLACE,
     ) -> EventStream:
         """Admits or raises at once; then the events that follow."""
         reading = self._readings[detail]
@@ -167,7 +196,8 @@ class Encoder:
         if blob is not None:
             self._metrics.images.labels("recent").inc()
             return EventStream(self._already_done(key, metadata, blob))
-        return self._follow(key, self._take_off(key, data, header, metadata, detail), deadline_s)
+        picture = Picture(data, header, metadata, detail, place)
+        return self._follow(key, self._take_off(key, picture), deadline_s)
 
     async def adopt(self, data: bytes, claimed_key: str | None) -> EventStream:
         """The same for an embedding that the client sent in place of a picture: checked, then kept as if made here."""
@@ -181,8 +211,8 @@ class Encoder:
         return EventStream(self._already_done(key, metadata, blob))
 
     def _given(self, data: bytes) -> tuple[ImageMetadata, bytes]:
-        metadata, rows = read_embedding(data, hidden_size=self._hidden_size, dtype=self._dtype, describe=self.describe)
-        return metadata, to_blob(rows, self._storage)
+        metadata, rows = read_embedding(data, row_size=self._row_size, dtype=self._dtype, describe=self.describe)
+        return metadata, to_blob(rows, self._storage, self._num_row_parts)
 
     def _verify(self, key: str, claimed_key: str | None) -> None:
         if claimed_key is not None and claimed_key != key:
@@ -194,9 +224,9 @@ class Encoder:
                 retry_after_s=1.0,
             )
 
-    def _take_off(self, key: str, data: bytes, header: ImageHeader, metadata: ImageMetadata, detail: Detail) -> Flight:
-        flight = Flight(metadata)
-        size_bytes = len(data)
+    def _take_off(self, key: str, picture: Picture) -> Flight:
+        flight = Flight(picture.metadata)
+        size_bytes = len(picture.data)
 
         def ended() -> None:
             self._queue.leave(size_bytes)
@@ -206,7 +236,7 @@ class Encoder:
         # Entered here and not in the task, which starts later: in between others would see a place that is taken.
         self._queue.enter(size_bytes)
         self._flights[key] = flight
-        flight.take_off(self._fly(key, flight, data, header, detail), ended)
+        flight.take_off(self._fly(key, flight, picture), ended)
         return flight
 
     def _follow(self, key: str, flight: Flight, deadline_s: float) -> EventStream:
@@ -244,14 +274,14 @@ class Encoder:
 
     # --- the flight -------------------------------------------------------------------------------------------------
 
-    async def _fly(self, key: str, flight: Flight, data: bytes, header: ImageHeader, detail: Detail) -> Encoded:
+    async def _fly(self, key: str, flight: Flight, picture: Picture) -> Encoded:
         outcome = "failed"
         clock = StageClock()
         try:
             blob = await self._from_another_replica(key, flight.metadata)
             is_shared = blob is not None
             if blob is None:
-                blob = await self._compute(data, header, flight.metadata, detail, clock)
+                blob = await self._compute(picture, clock)
             else:
                 clock.note(("transfer", time.monotonic() - clock.began_at), source="redis")
             self._recent.put(key, blob)
@@ -284,13 +314,12 @@ class Encoder:
         is_sound = tuple(rows.shape) == (metadata.num_tokens, self._stored_width)
         return blob if is_sound and bool(torch.isfinite(rows).all()) else None
 
-    async def _compute(
-        self, data: bytes, header: ImageHeader, metadata: ImageMetadata, detail: Detail, clock: StageClock
-    ) -> bytes:
-        decoded = await self._pool.decode(data, header, detail)
+    async def _compute(self, picture: Picture, clock: StageClock) -> bytes:
+        metadata, detail = picture.metadata, picture.detail
+        decoded = await self._pool.decode(picture.data, picture.header, detail)
         clock.note(*((stage, decoded.timings[stage]) for stage in ("queue", "decode", "preprocess")))
         image = PreparedImage(torch.from_numpy(decoded.pixels), metadata.width, metadata.height, detail)
-        batched = await self._batcher.submit(image, (detail, decoded.pixels.shape))
+        batched = await self._batcher.submit(image, (detail, decoded.pixels.shape), picture.place)
         if isinstance(batched.value, EncodeFailed):
             raise batched.value
         self._queue.observe(batched.run_s / batched.batch_size)

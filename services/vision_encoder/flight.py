@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import NotReady, UpstreamTimeout
+from shared.errors import DiptychError, NotReady, UpstreamTimeout
 from shared.wire.encoder import Encoded, EncodeEvent
 from shared.wire.images import ImageMetadata
 
@@ -35,6 +35,7 @@ class Flight:
         self.metadata = metadata
         self.blob: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._num_followers = 0
+        self._reason: DiptychError = NotReady("this vision encoder is shutting down", retry_after_s=1.0)
         self._task: asyncio.Task[Encoded]
         self._on_end: Callable[[], None] | None = None
 
@@ -56,8 +57,9 @@ class Flight:
             self._outcome()  # it ended without an embedding: this raises the reason
         return self.blob.result()
 
-    async def called_off(self) -> None:
-        """End the work, whoever waits for it."""
+    async def called_off(self, reason: DiptychError | None = None) -> None:
+        """End the work, whoever waits for it. They get the reason; None: the service is shutting down."""
+        self._reason = reason or self._reason
         self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -80,8 +82,8 @@ class Flight:
             raise UpstreamTimeout(f"the image was not encoded within the {deadline_s:g} s that its caller waits")
 
     def _outcome(self) -> Encoded:
-        if self._task.cancelled():  # while someone waits only a shutdown does that
-            raise NotReady("this vision encoder is shutting down", retry_after_s=1.0)
+        if self._task.cancelled():  # while someone waits only `called_off` does that
+            raise self._reason
         return self._task.result()
 
     def _ended(self, task: asyncio.Task[Encoded]) -> None:

@@ -42,6 +42,7 @@ from shared.wire.images import Detail
 
 log = get_logger(__name__)
 
+LOOK_INTERVAL_S = 1.0  # how often a stalled tower is looked for
 GPU_BATCH_SIZE = 8
 CPU_BATCH_ROWS = 256
 
@@ -67,6 +68,16 @@ class VisionEncoderService:
         except Exception as error:
             self.load_error = error
             raise
+        watch = asyncio.create_task(self._watch_tower())
+        self._resources.callback(watch.cancel)
+
+    async def _watch_tower(self) -> None:
+        """A pass that does not end leaves its pictures, and all behind it, to whoever else can encode them."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            if (stall := self._stall()) is not None and self.encoder.num_flights:
+                log.error("a pass of the tower does not end; its pictures are left to other encoders", reason=stall)
+                await self.encoder.call_off(NotReady(stall, retry_after_s=2.0))
 
     async def close(self) -> None:
         await self._resources.aclose()
@@ -90,9 +101,12 @@ class VisionEncoderService:
             return "the model is still loading"
         if self.is_draining:
             return "this vision encoder is shutting down"
-        if self.encoder.busy_s > self.settings.stall_timeout_s:
-            return f"one pass of the tower has been running for {self.encoder.busy_s:.0f} s"
-        return None
+        return self._stall()
+
+    def _stall(self) -> str | None:
+        busy_s = self.encoder.busy_s
+        is_stalled = busy_s > self.settings.stall_timeout_s
+        return f"one pass of the tower has been running for {busy_s:.0f} s" if is_stalled else None
 
     def refuse_new_work(self) -> None:
         """Raises NotReady unless new images are welcome. Embeddings that exist are served even while draining."""
@@ -165,6 +179,7 @@ async def _open(
             accepts_embeddings=settings.accept_embeddings,
             dtype=dtype_name(dtype),
             hidden_size=family.hidden_size,
+            num_row_parts=family.num_row_parts,
             max_image_bytes=limits.max_bytes,
             max_image_pixels=limits.max_pixels,
             supported_formats=list(SUPPORTED_FORMATS),

@@ -22,7 +22,7 @@ class WireModel(BaseModel):
 
 
 class Spoken(WireModel):
-    """The part of `EncoderInfo` and `ModelInfo` that every version has: whoever cannot read the rest can read this."""
+    """The part of `EncoderInfo` and `ModelInfo` that every version has: what cannot read the rest can read this."""
 
     schema_version: int = SCHEMA_VERSION
 
@@ -30,7 +30,7 @@ class Spoken(WireModel):
 class WireError(WireModel):
     """An error inside an event stream, where the HTTP status is already spent.
 
-    retry_after_s   when the same request may be repeated; None: nobody knows, or the service is older than the field
+    retry_after_s   when the same request may be repeated; None: unknown, or the service is older than the field
     """
 
     status: int

@@ -14,6 +14,7 @@ from shared.wire.common import SCHEMA_VERSION, StageSpan, WireError, WireModel
 from shared.wire.images import Detail, ImageMetadata, ImageRef, RequestedDetail
 
 IMAGE_KEY_HEADER = "X-Image-Key"
+IMAGE_NUMBER_HEADER = "X-Image-Number"  # which of its request's pictures this is: earlier ones are wanted sooner
 DETAIL_HEADER = "X-Image-Detail"
 SAFETENSORS = "application/x-safetensors"  # the body of `/v1/encode` where it is the embedding itself
 EMBEDDINGS_REFUSED = (
@@ -71,7 +72,9 @@ class EncoderInfo(WireModel):
     low_detail_fingerprint   the same for pictures read in low detail; None: the model has one way to read them
     reads_several_in_low_detail   what the detail "auto" means where a conversation has more than one picture
     accepts_embeddings   embeddings may be sent in place of pictures
-    hidden_size   width of an embedding row: the text model's hidden size
+    hidden_size   the text model's hidden size
+    num_row_parts   as many such vectors side by side make an embedding row: more than one where several of the text
+                    model's layers are given a picture
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -82,6 +85,7 @@ class EncoderInfo(WireModel):
     accepts_embeddings: bool = False
     dtype: str
     hidden_size: int
+    num_row_parts: int = 1
     max_image_bytes: int
     max_image_pixels: int
     supported_formats: list[str]

@@ -139,6 +139,19 @@ async def test_what_redis_evicted_is_given_back(stores: list[FileStore], raw: sy
     assert counted(raw, owner) == 3 * ENTRY
 
 
+async def test_of_very_many_files_those_that_redis_evicted_are_found_wherever_they_stand(
+    valkey: ValkeyServer, raw: sync_redis.Redis, owner: str
+):
+    """More than are looked at for one file, and what is gone would have lived longest."""
+    store = store_with(valkey.connection_url, quota=1500 * ENTRY_BYTES)
+    files = [await kept(store, owner, size_bytes=0, life_s=1000 + number) for number in range(1500)]
+    raw.delete(*(FILE_PREFIX + file.id for file in files[1100:]))
+    for _ in range(100):
+        await kept(store, owner, size_bytes=0)
+    assert counted(raw, owner) < 1500 * ENTRY_BYTES
+    await store.close()
+
+
 @pytest.mark.parametrize("lost", [ACCOUNT_PREFIX, BYTES_PREFIX])
 async def test_an_account_that_redis_has_lost_half_of_is_right_again_with_the_next_file(
     stores: list[FileStore], raw: sync_redis.Redis, owner: str, lost: str

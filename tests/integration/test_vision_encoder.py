@@ -225,6 +225,22 @@ async def test_a_fetch_of_the_embedding_keeps_the_work_going_too(replica: Replic
     assert (await fetch).shape == (NUM_TOKENS, 64)
 
 
+async def test_work_ends_when_the_fetch_that_kept_it_going_is_given_up(replica: Replica) -> None:
+    data = png(8)
+    with replica.held_tower():
+        async with replica.http.stream("POST", "/v1/encode", content=data) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            fetch = asyncio.create_task(replica.embedding(data))
+            await wait_until(
+                lambda: next(iter(replica.encoder._flights.values()))._num_followers == 3
+            )  # the POST counts twice: as reader and as waiter
+        await asyncio.sleep(0.1)
+        assert len(replica.encoder._flights) == 1
+        fetch.cancel()
+        await wait_until(lambda: not replica.encoder._flights)
+
+
 async def test_a_caller_s_deadline_ends_its_wait_with_the_reason(replica: Replica) -> None:
     data = png(7)
     with replica.held_tower():

@@ -105,16 +105,46 @@ async def test_while_draining_new_images_are_refused_and_running_ones_finish(rep
     assert (await replica.embedding(data)).shape == (NUM_TOKENS, 64)
 
 
-async def test_a_tower_pass_that_never_ends_turns_readiness_off(folder: Path) -> None:
-    async with running(folder, stall_timeout_s=0.2) as replica:
+async def test_a_tower_pass_that_does_not_end_turns_readiness_off_and_gives_its_pictures_up(folder: Path) -> None:
+    async with running(folder, stall_timeout_s=1.0) as replica:
         with replica.held_tower():
-            encoding = asyncio.create_task(replica.encoded(png(16)))
+            encodes = [asyncio.create_task(replica.encode(png(seed))) for seed in (16, 17)]
+            await wait_until(lambda: replica.encoder.num_flights == 2)
+            fetching = asyncio.create_task(replica.http.get(f"/v1/embeddings/{replica.key(png(16))}"))
             await wait_until(lambda: replica.app.state.service.why_not_ready() is not None)
             response = await replica.http.get("/ready")
             assert response.status_code == 503
             assert "pass of the tower" in response.text
-        await encoding
-        assert (await replica.http.get("/ready")).status_code == 200
+            for admitted, failed in await asyncio.gather(*encodes):
+                assert admitted["event"] == "admitted"
+                assert failed["error"]["code"] == "not_ready"
+                assert "pass of the tower" in failed["error"]["message"]
+            assert refusal(await fetching) == (503, "not_ready")
+            assert replica.metric("encoder_queued_images") == 0
+        await wait_until(lambda: replica.app.state.service.why_not_ready() is None)
+        await replica.encoded(png(16))
+
+
+async def test_of_a_requests_pictures_the_tower_takes_earlier_ones_first(folder: Path) -> None:
+    order: list[str] = []
+
+    async with running(folder, max_batch_size=1) as replica:
+
+        async def encode(name: str, data: bytes, **headers: str) -> None:
+            await replica.encode(data, **headers)
+            order.append(name)
+
+        with replica.held_tower():
+            asking = [asyncio.create_task(encode("before", png(30)))]
+            await wait_until(lambda: replica.encoder.busy_s > 0)
+            for number in (2, 0, 1):
+                headers = {"X-Request-ID": "one", "X-Image-Number": str(number)}
+                asking.append(asyncio.create_task(encode(f"picture {number}", png(31 + number), **headers)))
+                await wait_until(lambda: replica.encoder._batcher.num_waiting == len(asking) - 1)
+        await asyncio.gather(*asking)
+        assert order == ["before", "picture 0", "picture 1", "picture 2"]
+        headers = {"X-Request-ID": "one", "X-Image-Number": "-1"}
+        assert refusal(await replica.http.post("/v1/encode", content=png(), headers=headers)) == (400, "invalid_value")
 
 
 SERVE = """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -16,7 +18,7 @@ from services.gateway.vision import Vision
 from shared.embedding_cache import EmbeddingCache
 from shared.errors import DiptychError, InvalidRequest, NotReady, UpstreamFailed
 from shared.wire.encoder import Admitted, DescribeRequest, DescribeResponse, Encoded, EncoderInfo, ImageSize
-from shared.wire.engine import ModelInfo, TokenizeRequest, TokenizeResponse
+from shared.wire.engine import GenerateRequest, ModelInfo, Started, TokenizeRequest, TokenizeResponse, Tokens
 from shared.wire.images import ImageMetadata, ImageRef
 
 NOBODY = NotReady("nobody is there")
@@ -48,6 +50,16 @@ class Engines:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+
+    @asynccontextmanager
+    async def generate(self, url: str, *_request: object, **_details: object) -> AsyncIterator[AsyncIterator[object]]:
+        self.asked.append(url)
+
+        async def events() -> AsyncIterator[object]:
+            yield Started(num_prompt_tokens=1, num_image_tokens=0)
+            yield Tokens(text="a", token_ids=[1])
+
+        yield events()
 
     async def tokenize(self, url: str, _request: TokenizeRequest) -> TokenizeResponse:
         self.asked.append(url)
@@ -133,7 +145,7 @@ async def test_a_finished_encode_speaks_for_an_encoder_that_had_failed():
     pool = pool_of(1, ENCODER)
     [encoder] = pool.replicas
     encoder.num_failures = 2
-    encoding = Encodes(pool, Encoders(), lambda _: None).start(EncodeJob(KEY, b"image", "f", "r", again=False))
+    encoding = Encodes(pool, Encoders(), lambda *_: None).start(EncodeJob(KEY, b"image", "f", "r", again=False))
     await encoding.task
     assert encoder.num_failures == 0
 
@@ -148,13 +160,13 @@ async def test_counted_pictures_speak_for_an_encoder_that_had_failed():
 
 async def test_an_engine_to_avoid_is_asked_only_if_there_is_no_other():
     pool, engines = pool_of(3, MODEL), Engines()
-    generator, request = Generator(pool, engines), TokenizeRequest(prompt="hi")
-    await generator.tokenize(request, model="m")
+    generator, request = Generator(pool, engines), GenerateRequest(request_id="r", prompt="hi")
+    opened = partial(generator.open, request, model="m", affinity=b"", request_id="r")
+    await opened()
     [favourite] = [replica for replica in pool.replicas if replica.url == engines.asked[0]]
-    careful = generator.avoiding(favourite)
-    await careful.tokenize(request, model="m")
+    await opened(avoided=favourite)
     assert engines.asked[1] != favourite.url
     for replica in pool.replicas:
         replica.ready = replica is favourite
-    await careful.tokenize(request, model="m")
+    await opened(avoided=favourite)
     assert engines.asked[2] == favourite.url

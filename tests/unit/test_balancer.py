@@ -12,6 +12,7 @@ import pytest
 from services.gateway.balancer import (
     AFFINITY_SLACK,
     LONGEST_EJECTION_S,
+    MAX_MISSED_PROBES,
     SLOW_START_S,
     Pool,
     Replica,
@@ -216,6 +217,23 @@ def test_a_replica_that_is_not_ready_is_out_until_a_probe_says_otherwise():
     assert starting not in pool.available()
     starting.probed(ready=True, info=None)
     assert starting in pool.available()
+
+
+def test_a_replica_that_misses_a_row_of_probes_is_silent_and_everybody_concerned_hears_of_it_until_it_answers():
+    pool = pool_of(2)
+    hanging, other = pool.replicas
+    told: list[Replica[str]] = []
+    pool.on_silence(told.append)
+    for _ in range(MAX_MISSED_PROBES):
+        pool.missed_probe(hanging)
+    assert (hanging.is_silent, told, hanging in pool.available()) == (False, [], True)
+    pool.missed_probe(hanging)
+    pool.missed_probe(hanging)
+    assert (hanging.is_silent, told, pool.available()) == (True, [hanging, hanging], [other])
+    pool.probed(hanging, ready=True, info="model")
+    assert not hanging.is_silent
+    pool.missed_probe(hanging)
+    assert (len(told), hanging in pool.available()) == (2, True)
 
 
 def test_a_replica_that_joins_gets_a_growing_share_and_in_the_end_its_own():

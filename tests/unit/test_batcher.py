@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from services.vision_encoder.batcher import Batcher
+from services.vision_encoder.batcher import ANY_PLACE, Batcher, Place
 
 
 class Doubler:
@@ -40,13 +40,16 @@ async def batcher(doubler: Doubler) -> AsyncIterator[Batcher[int, int]]:
     await opened.close()
 
 
-async def gathered(batcher: Batcher[int, int], doubler: Doubler, items: list[tuple[int, str]]) -> list[asyncio.Task]:
+async def gathered(
+    batcher: Batcher[int, int], doubler: Doubler, items: list[tuple[int, str]], places: Sequence[Place] = ()
+) -> list[asyncio.Task]:
     """Submits 0, which keeps the thread busy behind the closed gate, and then `items`, which wait."""
+    places = places or [ANY_PLACE] * len(items)
     doubler.gate.clear()
     first = asyncio.create_task(batcher.submit(0, "a"))
     while not doubler.batches:  # noqa: ASYNC110 - the thread tells of its start in no other way
         await asyncio.sleep(0.001)
-    tasks = [asyncio.create_task(batcher.submit(item, shape)) for item, shape in items]
+    tasks = [asyncio.create_task(batcher.submit(*item, place)) for item, place in zip(items, places, strict=True)]
     while batcher.num_waiting < len(items):  # noqa: ASYNC110
         await asyncio.sleep(0)
     return [first, *tasks]
@@ -74,6 +77,30 @@ async def test_only_equal_shapes_share_a_batch_and_the_oldest_goes_first(
     doubler.gate.set()
     await asyncio.gather(*tasks)
     assert doubler.batches == [[0], [1, 3, 5], [2, 4]]
+
+
+async def test_who_has_several_items_there_gets_them_in_order_and_nobody_else_waits_longer(
+    batcher: Batcher[int, int], doubler: Doubler
+) -> None:
+    ann, ben = "ann", "ben"
+    items = [(3, "a"), (11, "a"), (1, "a"), (12, "b"), (2, "a"), (10, "a")]
+    places = [Place(ann, 3), Place(ben, 1), Place(ann, 1), Place(ben, 2), Place(ann, 2), Place(ben, 0)]
+    tasks = await gathered(batcher, doubler, items, places)
+    doubler.gate.set()
+    assert [(await task).value for task in tasks] == [2 * item for item in (0, 3, 11, 1, 12, 2, 10)]
+    # As in order of arrival (3, 11, 1, 2), (12), (10), but for whose item it is that Ann and Ben get at each turn.
+    assert doubler.batches == [[0], [1, 10, 2, 3], [12], [11]]
+
+
+async def test_the_order_of_arrival_holds_between_owners_and_for_whoever_wants_no_other(
+    batcher: Batcher[int, int], doubler: Doubler
+) -> None:
+    items = [(number, "a") for number in range(1, 7)]
+    places = [Place("ann", 9), ANY_PLACE, Place("ben", 0), ANY_PLACE, Place("ben", 1), Place("carl", 0)]
+    tasks = await gathered(batcher, doubler, items, places)
+    doubler.gate.set()
+    await asyncio.gather(*tasks)
+    assert doubler.batches == [[0], [1, 2, 3, 4], [5, 6]]
 
 
 async def test_items_of_callers_that_left_are_dropped(batcher: Batcher[int, int], doubler: Doubler) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.text_engine.core.queue_limit import DRAINED_SHARE, RETRY_FULL_S, Newcomers, QueueLimit
+from services.text_engine.core.sequence import PRIORITY_HEAD_START
 from shared.errors import InvalidRequest, Overloaded
 from tests.unit.test_scheduler import CAT, Driver, Images, make_sequence, picture_question
 
@@ -46,6 +47,23 @@ def test_those_behind_a_newcomer_do_not_count():
     _, queue = served_one_by_one(6, max_queue_wait_s=8.0)
     queue.check(priority=-1)
     assert queue.opens_in_s(-1) == 0 < queue.opens_in_s(0)
+
+
+def test_less_urgent_requests_that_have_been_overtaken_often_enough_go_before_a_more_urgent_newcomer():
+    driver = Driver(num_blocks=256, max_num_seqs=1)
+    queue = QueueLimit(driver.scheduler)
+    for number in range(6):
+        driver.scheduler.add(make_sequence(f"patient {number}", 5, priority=1))
+    assert [driver.scheduler.num_ahead(priority) for priority in (0, 1)] == [0, 6]
+    for number in range(PRIORITY_HEAD_START - 5):
+        driver.scheduler.add(gone := make_sequence(f"urgent {number}", 5))
+        driver.scheduler.finish(gone)
+    assert [driver.scheduler.num_ahead(priority) for priority in (-1, 0, 1)] == [0, 2, 6]
+    driver.step()
+    queue.note_step(10.0)
+    assert queue.wait_s(priority=-1) == 0 < queue.wait_s(priority=0)
+    driver.scheduler.add(newcomer := make_sequence("newcomer", 5))
+    assert driver.scheduler.waiting.index(newcomer) == 1  # the first of the patient has begun
 
 
 def test_requests_that_were_let_in_and_are_not_queued_yet_count():

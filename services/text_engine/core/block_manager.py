@@ -52,7 +52,7 @@ class BlockManager:
             pool.on_evicted, pool.on_unpublished = self._save, host.forget
         self.num_queried_tokens = 0  # of prompts that looked for a prefix when they started
         self.num_hit_tokens = 0  # those of them that need not be computed
-        self.image_blocks: set[int] = set()  # those last published with image positions in them, for who looks on
+        self.image_blocks: set[int] = set()  # those last published with image positions in them, for the status page
 
     @property
     def max_sequence_tokens(self) -> int:

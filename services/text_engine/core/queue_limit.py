@@ -1,6 +1,6 @@
 """Who may still join a scheduler's queue: it is bounded in number and, where that is wanted, in time.
 
-An answer that comes too late costs as much as one in time, and makes everybody behind it late, too.
+An answer that comes too late costs as much as one in time, and makes all behind it late.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Newcomers:
 class QueueLimit:
     """Reads the scheduler's queue; all but `note_step` may be called from any thread, and costs little.
 
-    max_waiting_requests   more waiting sequences than this are refused, and for good who wants more than these alone
-    max_queue_wait_s       so is whoever would wait longer than this for the first step
+    max_waiting_requests   more waiting sequences than this are refused; a request with more choices than this, for good
+    max_queue_wait_s       so is a request that would wait longer than this for its first step
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class QueueLimit:
 
         num_newcomers   sequences that have been let in and will be queued before it
         """
-        return self._estimate.seconds(self._num_ahead(priority, num_newcomers))
+        return self._estimate.seconds(self._scheduler.num_ahead(priority) + num_newcomers)
 
     def opens_in_s(self, priority: int, num_choices: int = 1, num_newcomers: int = 0) -> float:
         """When a newcomer should try, if nobody else came: 0 is now, where `check` lets it in."""
@@ -108,7 +108,7 @@ class QueueLimit:
             return Verdict(
                 RETRY_FULL_S, f"{num_waiting} requests are waiting; this server queues {self.max_waiting_requests}"
             )
-        num_ahead = self._num_ahead(priority, num_newcomers)
+        num_ahead = self._scheduler.num_ahead(priority) + num_newcomers
         wait_s = self._estimate.seconds(num_ahead)
         if wait_s <= self.max_queue_wait_s:
             return Verdict(0.0)
@@ -117,8 +117,3 @@ class QueueLimit:
             f"{num_ahead} requests are ahead, about {wait_s:.0f} s; this server lets nobody wait longer than "
             f"{self.max_queue_wait_s:g} s",
         )
-
-    def _num_ahead(self, priority: int, num_newcomers: int) -> int:
-        """Whoever waits for a picture is overtaken."""
-        waiting = self._scheduler.waiting
-        return num_newcomers + sum(s.awaited_image is None and s.priority <= priority for s in waiting)

@@ -1,7 +1,9 @@
 """How long a newcomer would wait in the queue, told from how fast the queue has been served.
 
 An estimate exists only while there is a queue, and once it has been served for a while: a burst that meets an idle
-engine is always taken, and only lasting overload is seen as such.
+engine is always taken, and only lasting overload is seen as such. What costs of steps and lengths of prompts could say
+before that is a lower bound, for nobody knows how long answers will be; and of k times what the engine can do, a second
+leaves no more than k seconds of work.
 """
 
 from __future__ import annotations

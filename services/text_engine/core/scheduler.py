@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from services.text_engine.core.batch import Batch, Draft, DraftMethod, SampledToken, ScheduledSequence
 from services.text_engine.core.block_manager import BlockManager, CachedPrefix
 from services.text_engine.core.prefix_hash import extend_block_hashes
-from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus
+from services.text_engine.core.sequence import ImageSpan, Sequence, SequenceStatus, queue_order
 from services.text_engine.core.speculation.interface import DraftCounts, Drafter
 from services.text_engine.core.stopping import Finish, check_stop
 
@@ -91,6 +91,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def num_ahead(self, priority: int) -> int:
+        """Waiting sequences that go before one of this priority that came now; who waits for a picture is overtaken.
+        From any thread."""
+        waiting = list(self.waiting)
+        place = bisect.bisect_left(waiting, queue_order(self._arrivals, priority), key=lambda s: s.order)
+        return sum(sequence.awaited_image is None for sequence in waiting[:place])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit into the pool when it is alone, and its bidirectional images into a step, or it

@@ -22,6 +22,15 @@ from shared.wire.images import Attention
 PRIORITY_HEAD_START = 1000
 
 
+def queue_order(arrival: int, priority: int) -> tuple[int, int]:
+    """Sorts by who goes first: lower priority value, then earlier arrival.
+
+    A level of priority is worth PRIORITY_HEAD_START arrivals and not more: whoever waits is overtaken by so many more
+    urgent requests at most, however many of them come.
+    """
+    return (arrival + priority * PRIORITY_HEAD_START, arrival)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLogprob:
     """One prompt token given those before it: log-probability, rank (1: the likeliest); the best tokens, best first."""
@@ -209,12 +218,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sorts by who goes first: lower priority value, then earlier arrival.
-
-        A level of priority is worth PRIORITY_HEAD_START arrivals and not more: whoever waits is overtaken by so many
-        more urgent requests at most, however many of them come.
-        """
-        return (self.arrival + self.priority * PRIORITY_HEAD_START, self.arrival)
+        return queue_order(self.arrival, self.priority)
 
     def has_images_from(self, start: int) -> bool:
         """Whether any image position is at `start` or beyond it. Decodes ask in every step: there is none for them."""

@@ -1,4 +1,4 @@
-"""Which of the KV cache's blocks a draft model's cache holds, too. It has the same block numbers, but fills a block
+"""Which of the KV cache's blocks a draft model's cache also holds. It has the same block numbers, but fills a block
 later than the target does, or never: what the prefix cache gives to a sequence may be unknown to it.
 """
 

@@ -1,4 +1,4 @@
-"""What the scheduler knows of speculation: somebody proposes drafts, and what became of them is counted."""
+"""What the scheduler knows of speculation: a drafter proposes drafts, and what became of them is counted."""
 
 from __future__ import annotations
 
