@@ -116,7 +116,7 @@ class Attention:
     def costs(self) -> tuple[int, float]:
         """Reads the cached keys and values, writes the new ones; reads q, k, v, writes the output; both products."""
         layout = KVLayout(self.num_kv_heads, self.head_dim, BLOCK_SIZE, BF16, self.kv_format)
-        kv_bytes_per_token = layout.block_stride * layout.element_dtype.itemsize / BLOCK_SIZE
+        kv_bytes_per_token = layout.num_kv_heads * layout.head_stride * layout.element_dtype.itemsize / BLOCK_SIZE
         kv_bytes = sum(context + num_new for num_new, context in self.sequences) * kv_bytes_per_token
         head_rows = self.num_tokens * (2 * self.num_heads + 2 * self.num_kv_heads)
         visible = sum(num_new * (2 * context - num_new + 1) / 2 for num_new, context in self.sequences)

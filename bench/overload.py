@@ -35,11 +35,11 @@ from typing import Final
 import httpx
 
 from bench.gateway import cpu_s
+from bench.simulated_overload import FACTORS, QUESTIONS, sweep
 from bench.waterfall import COLOURS, GREY
 from diptych.bench.client import Reply, Target, ask
 from diptych.bench.workloads import Request
 from diptych.simulator.costs import PRESETS
-from diptych.simulator.overload import FACTORS, QUESTIONS, sweep
 from diptych.simulator.world import Settings, Slo
 from shared.http_transport import HttpTransport
 from tests.chaos.cluster import MODEL, running_cluster

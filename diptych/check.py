@@ -11,8 +11,9 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -23,11 +24,13 @@ from rich.text import Text
 
 from diptych import machine, models, start_checks, variables
 from diptych.errors import BadSetting, ModelUnavailable
-from diptych.options import build
+from diptych.models import Model
+from diptych.options import Given, build
 from services.gateway.config import GatewaySettings
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.kernels import native_build
 from services.text_engine.preflight import check_settings
+from services.vision_encoder.config import VisionEncoderSettings
 from shared import resources, tracing
 from shared.settings import SettingsError, load_settings, reason_of
 from shared.settings_errors import shown
@@ -85,10 +88,11 @@ def look(model: str, port: int) -> Iterator[Finding]:
     yield _memory()
     yield from _torch()
     yield _native_kernels()
-    yield from _settings()
+    found = _resolved(model)
+    yield from _settings(found)
     yield _port(port)
     yield _cache()
-    yield _model(model)
+    yield _model(found)
     yield _disk()
     yield _traces()
 
@@ -203,11 +207,16 @@ async def _why_unreachable(url: str) -> str | None:
     return None
 
 
-def _model(name: str) -> Finding:
+def _resolved(name: str) -> Model | ModelUnavailable:
     try:
-        model = models.resolve(name, say=lambda _text: None)
+        return models.resolve(name, say=lambda _text: None)
     except ModelUnavailable as error:
-        return Finding("fail", "model", error.problem, error.remedy)
+        return error
+
+
+def _model(model: Model | ModelUnavailable) -> Finding:
+    if isinstance(model, ModelUnavailable):
+        return Finding("fail", "model", model.problem, model.remedy)
     if problem := _why_not_servable(model.folder):
         return Finding("fail", "model", f"{model.name}: {problem}", "mend the setting, or name another model")
     size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
@@ -230,15 +239,23 @@ def _why_not_servable(folder: Path) -> str | None:
     return None
 
 
-def _settings() -> Iterator[Finding]:
-    """Every variable that would stop the start of a service, or that none reads."""
+def _settings(model: Model | ModelUnavailable) -> Iterator[Finding]:
+    """Every variable that would stop the start of a service, or that none reads.
+
+    For a model without vision no encoder is started: its variables need only be well written, as for `serve`.
+    """
     wrong: list[str] = []
     unknown = variables.unknown()
-    for judge in (
+    is_text_only = isinstance(model, Model) and not model.has_vision
+    build_encoder: Callable[[Given], object] = (
+        partial(build, VisionEncoderSettings) if is_text_only else start_checks.build_encoder_settings
+    )
+    judges: list[Callable[[], object]] = [
         lambda: build(GatewaySettings, {}),
-        lambda: start_checks.build_encoder_settings({"model": "."}),
+        lambda: build_encoder({"model": "."}),
         lambda: start_checks.build_engine_settings({"model": "."}),
-    ):
+    ]
+    for judge in judges:
         try:
             judge()
         except BadSetting as error:

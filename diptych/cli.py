@@ -179,7 +179,7 @@ def chat(
         typer.Option("--url", "--server", help="A running server.", envvar=variables.SERVER_VARIABLE, show_envvar=True),
     ] = "http://127.0.0.1:8000",
     model: Annotated[
-        str | None, typer.Option(help="Who is to answer; started if no server runs. Default: what is served, or demo.")
+        str | None, typer.Option(help="The model to ask; started if no server runs. Default: what is served, or demo.")
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar=variables.API_KEY_VARIABLE)

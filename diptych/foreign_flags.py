@@ -1,4 +1,4 @@
-"""Flags that other servers have and ours have not: each is answered with what does the same here.
+"""Flags of other servers that Diptych does not have: each is answered with what does the same here.
 
 A flag that vLLM and Diptych both have keeps vLLM's name and needs no line here. Reads only names; sets nothing.
 """
@@ -104,7 +104,7 @@ INSTEAD: Final[Sequence[tuple[Collection[str], Mapping[str, str]]]] = (
         GATEWAY,
         {
             "--api-key": f"set the variable DIPTYCH_GATEWAY_API_KEYS, {_IS_SEEN}",
-            "--enable-sleep-mode": "engines can always be put to sleep, by who has a key of DIPTYCH_GATEWAY_ADMIN_KEYS",
+            "--enable-sleep-mode": "engines can always be put to sleep, with a key of DIPTYCH_GATEWAY_ADMIN_KEYS",
             "--disable-log-requests": "set DIPTYCH_GATEWAY_LOG_LEVEL=warning: then requests that went well are not "
             "logged",
         },
@@ -114,8 +114,8 @@ INSTEAD: Final[Sequence[tuple[Collection[str], Mapping[str, str]]]] = (
         {
             "--api-key": f"set the variable DIPTYCH_SERVICE_TOKEN, {_IS_SEEN}",
             "--revision": "a revision follows the model's name, as in ORGANISATION/NAME@REVISION",
-            "--hf-token": "set HF_TOKEN, which Hugging Face's own tools read, too",
-            "--download-dir": "set HF_HOME, which Hugging Face's own tools read, too",
+            "--hf-token": "set HF_TOKEN, which Hugging Face's own tools read as well",
+            "--download-dir": "set HF_HOME, which Hugging Face's own tools read as well",
             "--mmproj": "the vision tower is in the model's folder; leave it out",
             "--trust-remote-code": "no code that comes with a model is ever run; leave it out",
             "-ngl": "all layers run on one device; choose it with --device",

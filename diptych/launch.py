@@ -92,7 +92,7 @@ async def running(plan: Plan, console: Console, *, show_logs: bool) -> AsyncIter
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises PortTaken, naming who has it where that can be seen, and BadSetting for an address not of this machine."""
+    """Raises PortTaken, naming its holder where that can be seen, and BadSetting for an address not of this machine."""
     if machine.port_is_free(host, port):
         return
     if not machine.port_is_free(host, 0):

@@ -92,17 +92,19 @@ class LLM:
     def __init__(self, model: str | Path = "demo", **settings: Any) -> None:
         if not structlog.is_configured():  # answers go to stdout; what is said about them does not
             structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-        folder = resolve(str(model), say=log.info).folder
+        found = resolve(str(model), say=log.info)
         if settings.get("speculative_model") is not None:
             settings["speculative_model"] = resolve(str(settings["speculative_model"]), say=log.info).folder
         self._wanted: list[ImageRef] = []
         settings.setdefault("max_prefill_tokens_while_decoding", sys.maxsize)  # nobody reads along while it writes
         if settings.get("max_queue_wait_s") is None:
             settings["max_queue_wait_s"] = math.inf  # nor waits for one answer more than for another
-        loaded = load_settings(TextEngineSettings, model=folder, **settings)
+        loaded = load_settings(TextEngineSettings, model=found.folder, **settings)
+        if loaded.served_model_name is None:
+            loaded = loaded.model_copy(update={"served_model_name": found.name})
         self._built = build_engine(loaded, self._wanted.append)
         self._window = 2 * loaded.max_num_seqs
-        self._encoder = LocalEncoder(folder) if self._built.info.supports_images else None
+        self._encoder = LocalEncoder(found.folder) if self._built.info.supports_images else None
         self._images: dict[str, tuple[bytes, Detail]] = {}
         self._num_requests = 0
 
@@ -166,7 +168,7 @@ class LLM:
                 self._forget_images()
                 if on_progress is not None:
                     on_progress(num_finished, len(builders))
-        finally:  # Ctrl-C, too: what is left in the engine would come up in the next batch
+        finally:  # after Ctrl-C as well: what is left in the engine would come up in the next batch
             for request_id in outputs:
                 engine.abort(request_id)
             self._wanted.clear()

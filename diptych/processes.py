@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shared.exit_status import how_it_ended
+
 TAIL_LINES = 200
 NUM_LAST_WORDS = 15
 REASON = "error: "  # begins the line in which a child tells why it ends
@@ -238,16 +240,6 @@ class Supervisor:
 async def _wait_for_all(events: Sequence[asyncio.Event]) -> None:
     for event in events:
         await event.wait()
-
-
-def how_it_ended(status: int) -> str:
-    """ "ended with exit code 1", "was ended by signal SIGKILL" """
-    if status >= 0:
-        return f"ended with exit code {status}"
-    try:
-        return f"was ended by signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
 
 
 @contextlib.asynccontextmanager

@@ -25,7 +25,7 @@ async def serve(plan: launch.Plan, console: Console) -> None:
 
 def _welcome(plan: launch.Plan, width: int) -> Panel | str:
     url = plan.base_url
-    server = "" if plan.port == DEFAULT_PORT else f"--server {url} "
+    server = "" if plan.port == DEFAULT_PORT else f"--url {url} "
     words = 'cat.png "What is in the picture?"' if plan.model.has_vision else '"What is the capital of France?"'
     lines = [
         f"[bold]{plan.model_name}[/bold] is ready.",

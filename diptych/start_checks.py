@@ -57,7 +57,7 @@ def build_gateway_settings(host: str, port: int) -> GatewaySettings:
 
 
 def check_port(settings: GatewaySettings | VisionEncoderSettings | TextEngineSettings) -> None:
-    """That the service may listen where it is told to; raises PortTaken, too."""
+    """That the service may listen where it is told to; also raises PortTaken."""
     from diptych.launch import check_port as check
 
     check(settings.host, settings.port)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import typer
@@ -24,12 +23,13 @@ def in_our_words(error: typer.BadParameter) -> Exception:
     details = error.__cause__.errors(include_url=False)[0]
     limits = {name: limit for name, limit in (("ge", param.min), ("le", param.max)) if limit is not None}
     problem = wrong_value(details, param.type_descriptor.annotation, limits_in_words(limits))
-    return BadSetting(f"{_as_written(param)}{shown(details['input'])} {problem}") if problem else error
+    return BadSetting(f"{_as_written(error)}{shown(details['input'])} {problem}") if problem else error
 
 
-def _as_written(param: Any) -> str:
+def _as_written(error: Any) -> str:
     """`--port ` or `DIPTYCH_GATEWAY_PORT=`"""
-    is_flag = any(word.partition("=")[0] in param.opts for word in sys.argv[1:])
-    variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or []
-    variable = next((name for name in variables if os.environ.get(name)), None)
-    return f"{max(param.opts, key=len)} " if is_flag or variable is None else f"{variable}="
+    param, source = error.param, error.ctx.get_parameter_source(error.param.name)
+    if source.name != "ENVIRONMENT":
+        return f"{max(param.opts, key=len)} "
+    variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar
+    return f"{next(name for name in variables if os.environ.get(name))}="

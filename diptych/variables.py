@@ -23,7 +23,7 @@ API_KEY_VARIABLE: Final = "DIPTYCH_API_KEY"
 # Of the commands themselves, so of no service.
 OF_COMMANDS: Final = (CACHE_VARIABLE, DEMO_MODEL_VARIABLE, SERVER_VARIABLE, API_KEY_VARIABLE)
 
-# What the processes of `serve` say to each other stays on loopback: in clear, and shown to who has the token.
+# What the processes of `serve` say to each other stays on loopback: in clear, and shown only with the token.
 OF_OTHER_MACHINES: Final = ("DIPTYCH_TLS_CERT_FILE", "DIPTYCH_TLS_KEY_FILE", "DIPTYCH_TLS_REQUIRE_CLIENT_CERT")
 # A panel of `serve` is one of many, so its place and its model are its own; the gateway is told where they are.
 OVERRULED_BY_SERVE: Final = (

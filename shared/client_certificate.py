@@ -1,4 +1,4 @@
-"""Who shows no certificate is refused: over HTTP, so that it is told why, and so that probes, which have none, get in.
+"""Clients without a certificate are refused: over HTTP, so that they are told why, and probes, which have none, get in.
 
 A certificate that is shown and not trusted never comes so far: the handshake fails.
 """

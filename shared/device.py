@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import platform
-from typing import Final
 
 import torch
 
 from shared.gpus import check_device, check_dtype
-
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from shared.torch_io import DTYPES
 
 
 def choose_device(requested: str) -> torch.device:

@@ -196,7 +196,7 @@ class EmbeddingCache:
         return found[0]
 
     async def claim(self, key: str, owner: str) -> bool:
-        """True if `owner` now holds the lease on `key`, or if nobody can tell. It is renewed until `release`."""
+        """True if `owner` now holds the lease on `key`, or if Redis cannot tell. It is renewed until `release`."""
 
         async def take(redis: Redis) -> bool:
             lease_ms = round(self._lease_ttl_s * 1000)

@@ -90,7 +90,7 @@ class Unauthorized(DiptychError):
 
 
 class ServiceTokenRefused(DiptychError):
-    """Whoever asked is none of our own services; seen by them and by operators, never by a client of the gateway."""
+    """The caller is none of our own services; seen by them and by operators, never by a client of the gateway."""
 
     status = 401
     type = "authentication_error"
@@ -98,7 +98,7 @@ class ServiceTokenRefused(DiptychError):
 
 
 class ClientCertificateRequired(DiptychError):
-    """Whoever asked has shown no certificate, and this port answers only who does."""
+    """The caller has shown no certificate, and this port answers only callers that do."""
 
     status = 401
     type = "authentication_error"

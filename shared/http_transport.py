@@ -118,7 +118,7 @@ class HttpTransport(httpx.AsyncBaseTransport):
             self._sweep(now)
 
     def _sweep(self, now: float) -> None:
-        """Close what is too old, of servers that are gone, too."""
+        """Close what is too old, connections to servers that are gone included."""
         self._swept_at = now
         for origin, idle in list(self._idle.items()):
             while idle and idle[0].idle_since < now - self._keepalive_s:

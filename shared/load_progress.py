@@ -14,7 +14,7 @@ INTERVAL_S = 2.0
 class LoadProgress:
     """Told of every tensor that is read.
 
-    size_bytes   of the whole checkpoint. Who reads a part of it is done sooner, so the time left is the most it can be
+    size_bytes   of the whole checkpoint. Reading a part of it is done sooner, so the time left is the most it can be
     """
 
     def __init__(self, size_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -115,7 +115,7 @@ def serve_panel(app: FastAPI, settings: PanelSettings) -> None:
 
 
 def give_up(app: FastAPI, reason: str) -> None:
-    """End the process with an error, so that whoever supervises it starts another."""
+    """End the process with an error, so that its supervisor starts another."""
     app.state.failed = reason
     if (stop := getattr(app.state, "stop", None)) is not None:  # absent under a foreign server: probes then tell
         stop()

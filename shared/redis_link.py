@@ -1,6 +1,6 @@
 """RedisLink: the one way to Redis. Bounded in time, skipped while Redis is out of order, never an exception.
 
-Knows nothing of keys and values; what an outage means is up to whoever names the default.
+Knows nothing of keys and values; what an outage means is up to the caller, who names the default.
 """
 
 from __future__ import annotations

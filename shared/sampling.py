@@ -147,11 +147,11 @@ class SamplingParams:
                     f"bad_words holds {shown}; a word has 1 to {MAX_BAD_WORD_CHARS} characters", param="bad_words"
                 )
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, param="top_logprobs")
+            _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         if not isinstance(self.extra_args, dict):
-            raise InvalidRequest("extra_args is an object from logits processors to arguments", param="vllm_xargs")
+            raise InvalidRequest("extra_args is an object from logits processors to arguments", param="extra_args")
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Raises InvalidRequest if so long a prompt has too many: each is an object until the answer is sent."""

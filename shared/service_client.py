@@ -39,7 +39,7 @@ class ServiceClient(httpx.AsyncClient):
 
         Of what the client is set to it heeds the timeouts, the hooks for requests, and the token, which `headers` may
         override; and not: other headers, base_url, cookies, redirects, authentication, hooks for responses. The answer
-        has no `elapsed`, and whoever calls closes it.
+        has no `elapsed`, and the caller closes it.
 
         Raises httpx.TransportError of the usual kinds.
         """

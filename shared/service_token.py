@@ -1,6 +1,6 @@
 """The token that services show each other: who may reach a port of a panel is not yet who may use it.
 
-A panel with tokens answers nobody without one, but for probes and metrics. The first of several is the one that is
+A panel with tokens answers no request without one, but for probes and metrics. The first of several is the one that is
 sent and all are accepted, so that a token can be exchanged while services run: add the new one behind the old one
 everywhere, then put it in front, then take the old one away.
 """

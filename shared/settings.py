@@ -27,6 +27,7 @@ __all__ = [
     "RedisUrl",
     "SettingRefused",
     "SettingsError",
+    "blank_is_unset",
     "choices",
     "env_name",
     "load_command_line",
@@ -47,7 +48,7 @@ def split_names(value: object) -> object:
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_names)]
 
 
-def _blank_is_unset(value: object) -> object:
+def blank_is_unset(value: object) -> object:
     return None if isinstance(value, str) and not value.strip() else value
 
 
@@ -65,7 +66,7 @@ RedisUrl = Annotated[
         validation_alias=AliasChoices("redis_url", "REDIS_URL"),
         description="embeddings and uploaded files, e.g. redis://host:6379/0; none: each service keeps its own",
     ),
-    BeforeValidator(_blank_is_unset),
+    BeforeValidator(blank_is_unset),
     AfterValidator(_is_redis_url),
 ]
 

@@ -20,7 +20,6 @@ MAX_STEP_ROWS: Final = 64
 
 # One character a cell: free, cached for a later prefix hit, private to one sequence, shared by several. Capitals: with
 # an image in it.
-FREE: Final = "."
 CELLS: Final = ".cpsCPS"
 
 Percentiles = Annotated[list[float], Field(min_length=3, max_length=3)]

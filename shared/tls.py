@@ -1,6 +1,6 @@
 """One service's certificate, the contexts that show and check certificates, and their renewal while it runs.
 
-Settings and their checks are in `tls_settings`; who is refused for having no certificate, in `client_certificate`.
+Settings and their checks are in `tls_settings`; how clients without a certificate are refused, in `client_certificate`.
 """
 
 from __future__ import annotations

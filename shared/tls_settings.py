@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from shared.certificates import Validity, read_validities
+from shared.settings import blank_is_unset
 
 
 def check_certificate(file: Path) -> None:
@@ -87,10 +88,6 @@ def _unreadable(error: OSError) -> str:
 # --- fields: a certificate `x_cert_file` has its key in `x_key_file` --------------------------------------------------
 
 
-def _blank_is_unset(value: object) -> object:
-    return None if isinstance(value, str) and not value.strip() else value
-
-
 def _blank_is_off(value: object) -> object:
     return False if isinstance(value, str) and not value.strip() else value
 
@@ -131,18 +128,16 @@ def _has_authority(is_required: bool, info: ValidationInfo) -> bool:
     return is_required
 
 
-CertFile = Annotated[Path | None, BeforeValidator(_blank_is_unset), AfterValidator(_is_certificate)]
-AuthorityFile = Annotated[Path | None, BeforeValidator(_blank_is_unset), AfterValidator(_are_authorities)]
-KeyFile = Annotated[
-    Path | None, BeforeValidator(_blank_is_unset), AfterValidator(_is_key), Field(validate_default=True)
-]
+CertFile = Annotated[Path | None, BeforeValidator(blank_is_unset), AfterValidator(_is_certificate)]
+AuthorityFile = Annotated[Path | None, BeforeValidator(blank_is_unset), AfterValidator(_are_authorities)]
+KeyFile = Annotated[Path | None, BeforeValidator(blank_is_unset), AfterValidator(_is_key), Field(validate_default=True)]
 
 # One name for all services, so they take no prefix.
 TlsCertFile = Annotated[
     CertFile,
     Field(
         validation_alias="DIPTYCH_TLS_CERT_FILE",
-        description="this service's certificate, PEM: panels then speak TLS, and whoever asks for one is shown it",
+        description="this service's certificate, PEM: panels then speak TLS, and it is shown wherever one is asked for",
     ),
 ]
 TlsKeyFile = Annotated[
@@ -164,12 +159,12 @@ TlsRequireClientCert = Annotated[
     AfterValidator(_has_authority),
     Field(
         validation_alias="DIPTYCH_TLS_REQUIRE_CLIENT_CERT",
-        description="panels answer only who shows a certificate of the authorities; probes and metrics are open",
+        description="panels answer only clients with a certificate of the authorities; probes and metrics are open",
     ),
 ]
 TlsServerName = Annotated[
     str | None,
-    BeforeValidator(_blank_is_unset),
+    BeforeValidator(blank_is_unset),
     Field(
         validation_alias="DIPTYCH_TLS_SERVER_NAME",
         description="name that a service's certificate must hold if it is reached by a bare address; default: that "

@@ -1,7 +1,7 @@
 """Where one request's spans go, for OpenTelemetry; nothing of it is imported, and nothing costs, unless asked for.
 
 Asked for by variables that every SDK of OpenTelemetry knows: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_EXPORTER=otlp.
-`shared.otel` does the work; what is told here reaches it through the context of the request, and nobody otherwise.
+`shared.otel` does the work; what is told here reaches it through the context of the request, and goes nowhere else.
 """
 
 from __future__ import annotations

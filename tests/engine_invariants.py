@@ -64,7 +64,7 @@ def _check_queues(engine: Engine) -> None:
 
 
 def _check_requests(engine: Engine) -> None:
-    """Who is queued is what is left of the requests, and nothing else."""
+    """What is queued is what is left of the requests, and nothing else."""
     unfinished: list[Sequence] = []
     for state in engine._requests.values():
         assert not all(choice.finished for choice in state.choices), "a request that is over was not forgotten"

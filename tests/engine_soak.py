@@ -127,7 +127,7 @@ class Soak:
         self.num_tokens = 0
         self.num_steps = 0  # also those in which nothing could run
         self._load = LOADS[0]
-        self._doomed: set[str] = set()  # who has to fail
+        self._doomed: set[str] = set()  # requests that have to fail
         self._poisoned: str | None = None
         self._breaks: str | None = None
         self._spoil_runner()
@@ -240,7 +240,7 @@ class Soak:
                 self._take(self.engine.image_failed(ref, EncodeFailed("no such luck")))
                 self.counts["images failed"] += 1
             else:
-                self._take(self.engine.put_image(ref.image_key, self._pictures[ref.image_key]))
+                self.engine.put_image(ref.image_key, self._pictures[ref.image_key])
             check_engine(self.engine)
 
     # --- the engine's work ----------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Soak:
 
     def _take(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            asked = self.asked[output.request_id]  # who has left, or is over, hears nothing more
+            asked = self.asked[output.request_id]  # a request that has left, or is over, hears nothing more
             if isinstance(output, TokenOutput):
                 self._take_token(asked, output)
                 continue

@@ -11,8 +11,8 @@ import torch
 
 from services.text_engine.build import build_engine
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.core.batch import Batch
-from services.text_engine.core.sequence import ImageSpan
+from services.text_engine.core.batch import Batch, Logprobs
+from services.text_engine.core.sequence import ImageSpan, PromptLogprob
 from services.text_engine.engine import Engine
 from services.text_engine.engine_io import EngineOutput, EngineRequest, RequestFailed, RequestFinished, TokenOutput
 from shared.errors import DiptychError
@@ -31,6 +31,8 @@ class Answer:
     finished: RequestFinished | None = None
     error: DiptychError | None = None
     num_outputs: int = 0
+    logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] | None = None
     ended: set[int] = field(default_factory=set)
 
     @property
@@ -41,7 +43,7 @@ class Answer:
 class EngineDriver:
     """One engine, its answers so far, and invariants checked after every step.
 
-    pictures   image key -> rows [num_tokens, hidden]; delivered as soon as the engine asks unless `hold_images`
+    pictures   image key -> rows [num_tokens, row_size]; delivered as soon as the engine asks unless `hold_images`
     """
 
     def __init__(self, folder: Path, *, hold_images: bool = False, **settings: Any) -> None:
@@ -59,6 +61,7 @@ class EngineDriver:
         self.engine: Engine = built.engine
         self.prompts = built.prompts
         self.info = built.info
+        self.row_size = built.num_row_parts * built.info.hidden_size
         self.hold_images = hold_images
         self.pictures: dict[str, torch.Tensor] = {}
         self.answers: dict[str, Answer] = {}
@@ -85,6 +88,7 @@ class EngineDriver:
         salt = sampling.pop("cache_salt", "")
         adapter = sampling.pop("adapter", None)
         reasoning = sampling.pop("reasoning", None)
+        only_echoes = sampling.pop("only_echoes", False)
         sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | sampling
         if image_refs is None:
             image_refs = tuple(
@@ -105,6 +109,7 @@ class EngineDriver:
                 priority=priority,
                 cache_salt=salt,
                 adapter=adapter,
+                only_echoes=only_echoes,
             )
         )
 
@@ -120,7 +125,7 @@ class EngineDriver:
     def deliver_images(self) -> None:
         while self.wanted:
             ref = self.wanted.pop()
-            self._take(self.engine.put_image(ref.image_key, self.pictures[ref.image_key]))
+            self.engine.put_image(ref.image_key, self.pictures[ref.image_key])
 
     def run(self, max_steps: int = 10_000) -> dict[str, Answer]:
         """Step until every request is over."""
@@ -147,6 +152,10 @@ class EngineDriver:
                 answer.token_ids += output.token_ids
                 answer.text += output.text
                 answer.num_outputs += 1
+                answer.logprobs += output.logprobs
+                if output.prompt_logprobs is not None:
+                    assert answer.prompt_logprobs is None, "a prompt is told once"
+                    answer.prompt_logprobs = output.prompt_logprobs
                 if output.finish is not None:
                     answer.finish_reason = output.finish.reason
                     answer.ended.add(output.index)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.console import Console
 
 from diptych.errors import BadSetting
 
@@ -67,7 +68,7 @@ def plan(
 
     First it finds how many requests one engine carries within the wanted times. Then it simulates the whole system,
     with the real scheduler and balancer, and adds replicas until the times hold. It prints the replicas, the times, the
-    commands that start them, and what it assumed. A few replicas take seconds, many a minute.
+    commands that start them, and what it assumed. That takes seconds, for a large traffic half a minute.
 
     Exit code 1 if no number of replicas is enough; the message then says how long a request takes alone.
 
@@ -108,10 +109,12 @@ def plan(
         arrivals="bursty" if bursty else "poisson",
     )
     target = Target(ttft_s=ttft_s, gap_s=gap_ms / 1000)
-    machine = machines.load(hardware) if engine is None else asyncio.run(measure(engine, encoder, _headers()))
-    if save_costs is not None:
-        machine.save(save_costs)
-    found = Planner(machine, target, headroom=headroom).plan(traffic, keep_pictures_s=keep_pictures_s)
+    with Console(stderr=True).status("measuring: a minute or two") as status:
+        machine = machines.load(hardware) if engine is None else asyncio.run(measure(engine, encoder, _headers()))
+        if save_costs is not None:
+            machine.save(save_costs)
+        planner = Planner(machine, target, headroom=headroom, say=status.update)
+        found = planner.plan(traffic, keep_pictures_s=keep_pictures_s)
     name = model or machine.model
     if json_:
         typer.echo(json.dumps(report.as_json(found, traffic, target, machine, headroom, name), indent=2))

@@ -1,19 +1,21 @@
 """From traffic to replicas.
 
 What one engine carries within the targets is found by simulating one; the traffic divided by it, with headroom, is a
-first proposal, and so is what encoders and gateways take by their costs. The whole cluster is then simulated, and gets
-more of whatever it lacks until it keeps the targets.
+first proposal, and so is what encoders and gateways take by their costs. The whole cluster is then simulated, by a part
+of it if it is large, and gets more of whatever it lacks until it keeps the targets.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from diptych.errors import CommandFailed
 from diptych.planner.hardware import Hardware
+from diptych.planner.part import Part
 from diptych.planner.traffic import NUM_KNOWN_IMAGES, Target, Traffic
 from diptych.simulator.cluster import simulate
 from diptych.simulator.report import Figures, figures
@@ -57,14 +59,25 @@ class Plan:
 
 
 class Planner:
-    """headroom   share of the engines that stays free for peaks, failures and roll-outs"""
+    """headroom   share of the engines that stays free for peaks, failures and roll-outs
+    say        hears what is being simulated, which takes seconds each time
+    """
 
-    def __init__(self, hardware: Hardware, target: Target, *, headroom: float = 0.2, seed: int = 0) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        target: Target,
+        *,
+        headroom: float = 0.2,
+        seed: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._hardware = hardware
         self._costs = hardware.costs
         self._target = target
         self._headroom = headroom
         self._seed = seed
+        self._say = say
 
     def plan(self, traffic: Traffic, *, keep_pictures_s: float = 3600.0) -> Plan:
         """Raises CommandFailed if no number of replicas keeps the targets."""
@@ -96,6 +109,7 @@ class Planner:
         best, worst = 0.0, math.inf
         rate = 1 / self._request_s(traffic)
         while worst > best * PRECISION:
+            self._say(f"simulating one engine with {rate:.3g} requests/s")
             if self.keeps(self.simulate(replace(traffic, requests_per_s=rate), 1, PLENTY_OF_ENCODERS)):
                 best = rate
             else:
@@ -129,6 +143,7 @@ class Planner:
 
     def _alone(self, traffic: Traffic) -> Figures:
         """What a request takes that meets nobody: no number of replicas makes it faster."""
+        self._say("simulating a request that meets no other")
         rare = replace(traffic, requests_per_s=1e-4, arrivals="poisson")
         alone = self.simulate(rare, 1, PLENTY_OF_ENCODERS, num_requests=NUM_REQUESTS_ALONE)
         if self._is_late(alone):
@@ -145,7 +160,10 @@ class Planner:
 
     def _until_kept(self, traffic: Traffic, engines: int, encoders: int) -> tuple[int, int, Figures]:
         for _ in range(MAX_ROUNDS):
-            seen = self.simulate(traffic, engines, encoders)
+            self._say(f"simulating the cluster: engines {engines}, encoders {encoders}")
+            part = Part.of(engines, encoders)
+            share = replace(traffic, requests_per_s=part.requests_per_s(traffic.requests_per_s))
+            seen = part.of_whole(self.simulate(share, part.engines, part.encoders))
             if self.keeps(seen):
                 return engines, encoders, seen
             load = traffic.requests_per_s * self._request_s(traffic) / engines

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diptych.planner.hardware import Hardware
+from diptych.planner.part import MAX_REPLICAS
 from diptych.planner.plan import ENCODER_LOAD, GATEWAY_LOAD, Plan
 from diptych.planner.start import NO_MODEL, compose_command, helm_command
 from diptych.planner.traffic import NUM_KNOWN_IMAGES, SIGMA, Target, Traffic
@@ -136,6 +137,7 @@ def assumptions(traffic: Traffic, hardware: Hardware, headroom: float) -> list[s
         f"{headroom:.0%} of the engines' capacity stay free for peaks, failures and roll-outs.",
         f"Lengths are lognormal with sigma {SIGMA}, arrivals {traffic.arrivals}, settings the defaults.",
         f"Gateways are loaded to {GATEWAY_LOAD:.0%} of one core each, encoders to {ENCODER_LOAD:.0%}.",
+        f"Of more than {MAX_REPLICAS} replicas of a kind a part is simulated, with its share of the traffic.",
         "Messages between services take no time, nothing fails, Redis forgets nothing within the time given.",
     ]
     if traffic.pictures:

@@ -17,13 +17,11 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.adapter_admin import AdapterAdmin, adapter_routes
-from services.gateway.admin_paths import closed_admin_routes
+from services.gateway.admin import admin_routes
 from services.gateway.assets import Assets
 from services.gateway.auth import Keyring
 from services.gateway.backends import EncoderClient, EngineClient
 from services.gateway.balancer import Pool
-from services.gateway.cache_admin import CacheAdmin, cache_routes
 from services.gateway.cache_salts import CacheSalts
 from services.gateway.chat import Chat
 from services.gateway.chosen_ids import ChosenIds
@@ -69,7 +67,7 @@ FILE_TIMEOUT_S = 2.0  # to write a file to Redis or read it: a picture of 20 MB 
 
 
 def create_app(settings: GatewaySettings, lifecycle: Lifecycle | None = None) -> FastAPI:
-    """lifecycle   whoever runs the app keeps it to tell it when to drain; None: it never drains
+    """lifecycle   kept by the caller, to tell it when to drain; None: it never drains
 
     What it has to be served with is in its state: `tls_context`, None for plain HTTP, and the `identities` to refresh.
     """
@@ -177,15 +175,11 @@ async def _build(
     keyring = Keyring(settings.api_keys)
     stories = Stories(chat, Completions(generator, salts), Responses(chat), Counting(generator, vision, chat))
     app.include_router(api_routes(stories, keyring, limits, lifecycle, settings.max_body_bytes))
-    app.include_router(file_routes(Files(store, _file_limits(settings)), keyring, limits))
+    app.include_router(file_routes(Files(store, _file_limits(settings)), store, keyring, limits))
     app.include_router(model_routes(generator, keyring))
     app.include_router(operator_routes(engines, encoders, lifecycle, registry))
-    if settings.admin_keys:
-        admin_keyring = Keyring(settings.admin_keys, "admin key (one of DIPTYCH_GATEWAY_ADMIN_KEYS)")
-        app.include_router(cache_routes(CacheAdmin(engines, engine_client), admin_keyring, lifecycle))
-        app.include_router(adapter_routes(AdapterAdmin(engines, engine_client), admin_keyring))
-    else:
-        app.include_router(closed_admin_routes())
+    admins = Keyring(settings.admin_keys, "admin key (one of DIPTYCH_GATEWAY_ADMIN_KEYS)")
+    app.include_router(admin_routes(engines, engine_client, lifecycle, admins if settings.admin_keys else None))
     assets = Assets()
     app.include_router(page_routes(assets, settings.samples_dir, has_status=settings.status_page))
     if settings.status_page:

@@ -6,8 +6,9 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
+from fastapi import Depends, Request
 from pydantic import SecretStr
 
 from shared.errors import Unauthorized
@@ -41,6 +42,15 @@ class Keyring:
         if not matches:
             raise Unauthorized(f"the {self._kind} is not valid")
         return matches[0]
+
+
+def needs_key(keyring: Keyring) -> Any:
+    """What a router or a route depends on to answer only requests that show one of these keys."""
+
+    async def check(request: Request) -> None:
+        keyring.check(request.headers.get("authorization"))
+
+    return Depends(check)
 
 
 def _name_and_digest(entry: str) -> tuple[bytes, str]:

@@ -25,7 +25,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The OpenAPI document says so, too."""
+        """The OpenAPI document says so as well."""
         schema = handler(core_schema)
         described = handler.resolve_ref_schema(schema)
         properties = described.get("properties", {})

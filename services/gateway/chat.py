@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from services.gateway.auth import ANONYMOUS
 from services.gateway.balancer import Replica
 from services.gateway.cache_salts import CacheSalts
 from services.gateway.constraints import ToolPlan, constraint_of
+from services.gateway.field_names import named_as_given
 from services.gateway.generation import AnswerCut, Generation, Generator
 from services.gateway.images import ImageLoader, LoadedImage
 from services.gateway.messages import affinity_parts, check_contents, image_sources, to_wire
@@ -26,10 +26,10 @@ from services.gateway.reasoning import ReasoningReader
 from services.gateway.schema import ChatRequest, Message, template_kwargs, wire_sampling, wire_tools
 from services.gateway.streaming import DONE, AnswerStream, ChatChunks, ChunkTail
 from services.gateway.timeline import GATEWAY, Timeline
-from services.gateway.tool_calls import NumberedCall, ToolReader
+from services.gateway.tool_calls.reader import CallDelta, ToolReader
 from services.gateway.trace import Trace
 from services.gateway.vision import Vision
-from shared.errors import ContextTooLong, EmbeddingNotFound, EncodeFailed, UnsupportedFeature
+from shared.errors import EmbeddingNotFound, EncodeFailed, UnsupportedFeature
 from shared.hashing import digest
 from shared.wire.engine import Finished, GenerateRequest, ModelInfo, Tokens
 
@@ -44,6 +44,7 @@ class Question:
     sampling: dict[str, Any]
     tools: list[dict[str, Any]] | None
     images: list[LoadedImage]
+    avoided: Replica[ModelInfo] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,14 @@ class RunningChat:
     reasoning: ReasoningReader | None
     tools: ToolReader | None
 
-    def read(self, event: Tokens) -> tuple[Tokens, Sequence[NumberedCall], str]:
-        """The event's text without calls of tools and reasoning, the calls, and the reasoning."""
+    def read(self, event: Tokens) -> Sequence[tuple[Tokens, Sequence[CallDelta], str]]:
+        """The event's text without calls of tools and reasoning, what it adds to calls after that text, and the
+        reasoning before it; more than one of these where text follows calls."""
         event, reasoning = (event, "") if self.reasoning is None else self.reasoning.read(event)
-        event, calls = (event, ()) if self.tools is None else self.tools.read(event)
-        return event, calls, reasoning
+        if self.tools is None:
+            return ((event, (), reasoning),)
+        (first, calls), *rest = self.tools.read(event)
+        return [(first, calls, reasoning), *((text, later_calls, "") for text, later_calls in rest)]
 
 
 class Chat:
@@ -84,16 +88,13 @@ class Chat:
         try:
             return await self._answer(body, trace)
         except AnswerCut as cut:  # nobody has seen anything of it
-            return await self.avoiding(cut.replica)._answer(body, trace)
+            return await self._answer(body, trace, avoided=cut.replica)
 
-    def avoiding(self, engine: Replica[ModelInfo]) -> Chat:
-        """The same, that asks this engine only if there is no other."""
-        generator = self._generator.avoiding(engine)
-        return Chat(generator, self._vision, self._loader, self._salts, max_image_bytes=self._max_image_bytes)
-
-    async def _answer(self, body: ChatRequest, trace: Trace) -> dict[str, Any]:
+    async def _answer(
+        self, body: ChatRequest, trace: Trace, *, avoided: Replica[ModelInfo] | None = None
+    ) -> dict[str, Any]:
         """Raises AnswerCut if the engine breaks over it."""
-        chat = await self.start(body, trace)
+        chat = await self.start(body, trace, avoided=avoided)
         choices = [Choice() for _ in range(body.n)]
         usage: dict[str, Any] = {}
         prompt_logprobs: list[dict[str, Any] | None] = []
@@ -104,7 +105,8 @@ class Chat:
                     usage = await self.usage(chat, event, trace)
                 else:
                     prompt_logprobs += prompt_logprobs_body(event.prompt_tokens or [], body.prompt_logprobs or 0)
-                    choices[event.index].add(*chat.read(event))
+                    for part in chat.read(event):
+                        choices[event.index].add(*part)
             is_answered = True
         finally:
             await self.end(chat, is_answered=is_answered)
@@ -132,7 +134,7 @@ class Chat:
             nonlocal is_answered
             async for event in chat.generation.events():
                 if not isinstance(event, Finished):
-                    yield chunks.tokens(*chat.read(event))
+                    yield b"".join(chunks.tokens(*part) for part in chat.read(event))
                     continue
                 usage = await self.usage(chat, event, trace)
                 is_answered = True
@@ -145,18 +147,22 @@ class Chat:
 
     # --- the story --------------------------------------------------------------------------------------------------
 
-    async def start(self, body: ChatRequest, trace: Trace) -> RunningChat:
-        """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way."""
+    async def start(self, body: ChatRequest, trace: Trace, *, avoided: Replica[ModelInfo] | None = None) -> RunningChat:
+        """Check, load, admit, ask; once more with a fresh encode if an image's embedding was lost on the way.
+
+        avoided   an engine that is asked only if there is no other
+        """
         trace.timeline.hides_origins = self._salts.by_key
         trace.timeline.add("receive", trace.started_at, time.perf_counter(), GATEWAY)
         trace.model = model = self._generator.model(body.model)
         self._generator.check_queues(model, body.priority)
         plan = ToolPlan.of(body, self._generator.tool_format(model))
         form = self._generator.reasoning_format(model)
-        sampling = wire_sampling(plan.applied_to(body.sampling(), constraint_of(body)))
+        content = constraint_of(body)
+        sampling = wire_sampling(plan.applied_to(body.sampling(), content))
         tools = wire_tools(body.tools) if plan.functions else None
         images = await self.load(body.messages, model, trace)
-        question = Question(f"chatcmpl-{uuid.uuid4().hex}", body, model, sampling, tools, images)
+        question = Question(f"chatcmpl-{uuid.uuid4().hex}", body, model, sampling, tools, images, avoided)
         try:
             generation, admission = await self._ask(question, trace, fresh=False)
         except EmbeddingNotFound:
@@ -168,7 +174,7 @@ class Chat:
         trace.first_token()
         is_open = generation.started.is_reasoning_open
         reasoning = None if form is None else ReasoningReader(form, is_open=is_open)
-        return RunningChat(question.id, int(time.time()), model, generation, admission, reasoning, plan.reader())
+        return RunningChat(question.id, int(time.time()), model, generation, admission, reasoning, plan.reader(content))
 
     async def _ask(self, question: Question, trace: Trace, *, fresh: bool) -> tuple[Generation, Admission]:
         """Admit the images and ask an engine at once: encoding them and prefilling the text before them overlap."""
@@ -186,9 +192,13 @@ class Chat:
         affinity = digest(request.cache_salt.encode(), *affinity_parts(request.messages or ()))
         try:
             opening = self._generator.open(
-                request, model=question.model, affinity=affinity, request_id=trace.request_id
+                request,
+                model=question.model,
+                affinity=affinity,
+                request_id=trace.request_id,
+                avoided=question.avoided,
             )
-            with _named_as_given(body):
+            with named_as_given(body.names_given):
                 return await admission.guard(opening), admission
         except BaseException:
             admission.release(abandoned=True)
@@ -233,15 +243,3 @@ class Chat:
     async def end(self, chat: RunningChat, *, is_answered: bool) -> None:
         chat.admission.release(abandoned=not is_answered)
         await chat.generation.aclose()
-
-
-@contextmanager
-def _named_as_given(body: ChatRequest) -> Iterator[None]:
-    """An answer's length has two names in this API; engines know one."""
-    try:
-        yield
-    except ContextTooLong as error:
-        if error.param != "max_tokens" or body.max_completion_tokens is None:
-            raise
-        name = "max_completion_tokens"
-        raise ContextTooLong(error.message.replace("max_tokens", name), param=name) from error

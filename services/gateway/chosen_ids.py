@@ -1,6 +1,6 @@
 """Pictures under names that clients choose: `uuid` beside a picture keeps it, `uuid` alone stands for it later.
 
-A name means something only to the API key it was given under: whoever holds another key may use the same name for a
+A name means something only to the API key it was given under: the holder of another key may use the same name for a
 picture of their own. Without API keys everybody is one client. A name given again means the newer picture.
 """
 

@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any
 
 from services.gateway.answers import Choice, usage_of
+from services.gateway.balancer import Replica
 from services.gateway.cache_salts import CacheSalts
 from services.gateway.constraints import constraint_of
+from services.gateway.field_names import named_as_given
 from services.gateway.generation import AnswerCut, Generation, Generator
 from services.gateway.prompt_tokens import Echo, PromptScores, ScoreLimit, completion_choice
 from services.gateway.schema import CompletionRequest, Prompt, wire_sampling
@@ -21,7 +23,7 @@ from services.gateway.streaming import DONE, AnswerStream, ChunkTail, Completion
 from services.gateway.trace import Trace
 from shared.errors import InvalidRequest
 from shared.hashing import digest
-from shared.wire.engine import Finished, GenerateRequest, Tokens
+from shared.wire.engine import Finished, GenerateRequest, ModelInfo, Tokens
 
 Running = tuple[str, str, list[Generation]]  # the answer's id, the model, and what answers each prompt
 MAX_PROMPTS = 256
@@ -39,11 +41,13 @@ class Completions:
         try:
             return await self._answer(body, trace)
         except AnswerCut as cut:
-            return await Completions(self._generator.avoiding(cut.replica), self._salts)._answer(body, trace)
+            return await self._answer(body, trace, avoided=cut.replica)
 
-    async def _answer(self, body: CompletionRequest, trace: Trace) -> dict[str, Any]:
+    async def _answer(
+        self, body: CompletionRequest, trace: Trace, *, avoided: Replica[ModelInfo] | None = None
+    ) -> dict[str, Any]:
         """Raises AnswerCut if an engine breaks over it."""
-        completion_id, model, generations = await self._start(body, trace)
+        completion_id, model, generations = await self._start(body, trace, avoided=avoided)
         choices = [Choice() for _ in range(body.n * len(generations))]
         scores = [PromptScores(body) for _ in generations]
         finished: list[Finished] = []
@@ -103,7 +107,9 @@ class Completions:
 
         return AnswerStream(frames(), close)
 
-    async def _start(self, body: CompletionRequest, trace: Trace) -> Running:
+    async def _start(
+        self, body: CompletionRequest, trace: Trace, *, avoided: Replica[ModelInfo] | None = None
+    ) -> Running:
         trace.model = model = self._generator.model(body.model)
         self._generator.check_queues(model, body.priority)
         if len(body.prompt) > MAX_PROMPTS:
@@ -121,18 +127,21 @@ class Completions:
                     priority=body.priority,
                     cache_salt=salt,
                     echo=body.echo,
+                    only_echoes=body.only_echoes,
                     cuts_to_context="max_tokens" not in body.model_fields_set,
                 ),
                 model=model,
                 affinity=_affinity(salt, prompt),
                 request_id=trace.request_id,
                 on_started=partial(limit.add, index),
+                avoided=avoided,
             )
             for index, prompt in enumerate(body.prompt)
         ]
         tasks = [asyncio.create_task(opening) for opening in openings]
         try:
-            generations = list(await asyncio.gather(*tasks))
+            with named_as_given(body.names_given):
+                generations = list(await asyncio.gather(*tasks))
         except BaseException:
             for task in tasks:
                 task.cancel()

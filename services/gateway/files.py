@@ -62,6 +62,8 @@ class FileLimits:
 
 
 class Files:
+    """What takes more than the store: uploads, which are checked, and lists, which come in pages."""
+
     def __init__(self, store: FileStore, limits: FileLimits) -> None:
         self._store = store
         self._limits = limits
@@ -97,15 +99,6 @@ class Files:
                 raise FileNotFound(f"after: there is no file {query.after[:80]!r} in this list", param="after")
             infos = infos[ids.index(query.after) + 1 :]
         return infos[: query.limit], len(infos) > query.limit
-
-    async def info(self, file_id: str) -> FileInfo:
-        return await self._store.info(file_id)
-
-    async def read(self, file_id: str) -> bytes:
-        return await self._store.read(file_id)
-
-    async def delete(self, file_id: str, owner: str) -> None:
-        await self._store.delete(file_id, owner)
 
     def _described(self, form: FormData, filename: str, size_bytes: int, owner: str) -> FileInfo:
         fields = _validated(UploadForm, {name: value for name, value in form.items() if isinstance(value, str)})

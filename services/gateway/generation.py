@@ -112,17 +112,9 @@ class ServedModel:
 
 
 class Generator:
-    """avoided   an engine that is asked only if there is no other"""
-
-    def __init__(
-        self, pool: Pool[ModelInfo], client: EngineClient, *, avoided: Replica[ModelInfo] | None = None
-    ) -> None:
+    def __init__(self, pool: Pool[ModelInfo], client: EngineClient) -> None:
         self._pool = pool
         self._client = client
-        self._avoided = avoided
-
-    def avoiding(self, replica: Replica[ModelInfo]) -> Generator:
-        return Generator(self._pool, self._client, avoided=replica)
 
     def models(self) -> list[ServedModel]:
         """Every model that an engine serves or has served, ready or not, each once: adapters after what they adapt."""
@@ -173,12 +165,14 @@ class Generator:
         affinity: bytes,
         request_id: str,
         on_started: Callable[[Started], None] = lambda _: None,
+        avoided: Replica[ModelInfo] | None = None,
     ) -> Generation:
         """A generation with its first token. Raises whatever the last engine refused it with.
 
         An engine that takes nothing (leaving, full) is passed over; one that breaks is replaced once.
 
         on_started   hears of the prompt before anything of the answer is read; what it raises ends the request
+        avoided      an engine that is asked only if there is no other
         """
 
         async def work(replica: Replica[ModelInfo], num_tries: int) -> Generation:
@@ -188,7 +182,7 @@ class Generator:
             asked = request.model_copy(update={"request_id": attempt, "adapter": adapter})
             return await self._open_on(replica, asked, request_id, on_started)
 
-        return await self._on_an_engine(model, affinity, work, priority=request.priority)
+        return await self._on_an_engine(model, affinity, work, priority=request.priority, avoided=avoided)
 
     def check_queues(self, model: str, priority: int) -> None:
         """Raises Overloaded if all engines have said that they would refuse it: to be asked before anything is spent
@@ -211,12 +205,13 @@ class Generator:
         work: Callable[[Replica[ModelInfo], int], Awaitable[Result]],
         *,
         priority: int | None = None,
+        avoided: Replica[ModelInfo] | None = None,
     ) -> Result:
         """priority   None: it waits in no queue"""
 
         def choose(tried: list[Replica[ModelInfo]], failure: DiptychError) -> Replica[ModelInfo] | None:
             others = self._engines(model, tried)
-            others = [each for each in others if each is not self._avoided] or others
+            others = [each for each in others if each is not avoided] or others
             if priority is not None:
                 if not tried:
                     self.check_queues(model, priority)
@@ -236,7 +231,7 @@ class Generator:
 
     @asynccontextmanager
     async def _door(self, replica: Replica[ModelInfo], priority: int) -> AsyncIterator[None]:
-        """What the engine says of its queue to the first of a crowd, the others hear before they ask, too."""
+        """One request of a crowd asks first: what the engine tells it of its queue, the others hear before they ask."""
         async with replica.door:
             self._pool.check_queues([replica], priority)
             yield

@@ -107,7 +107,7 @@ class ImageLoader:
             return await self._chosen_ids.read(source.uuid, owner)
         data = await self._bytes(source.url, max_bytes)
         if source.uuid is not None:
-            # The picture is here; who sends the name alone later is asked to send it along once more.
+            # The picture is here; a client that later sends the name alone is asked for the picture once more.
             with suppress(FileQuotaExceeded):
                 await self._chosen_ids.keep(source.uuid, owner, data)
         return data

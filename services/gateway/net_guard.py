@@ -198,7 +198,7 @@ def is_public(address: Address) -> bool:
 class HostResolver:
     """Names to addresses, in threads of its own.
 
-    A look-up cannot be cancelled, and whoever sends URLs can make it slow: only other images may wait for it.
+    A look-up cannot be cancelled, and a client that sends URLs can make it slow: only other images may wait for it.
     """
 
     def __init__(self, max_lookups: int = 16) -> None:

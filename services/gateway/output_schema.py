@@ -12,7 +12,7 @@ from services.gateway.base_schema import Body, JsonObject, shallow
 
 
 def _schema(value: object) -> object:
-    """vLLM takes text, too."""
+    """As vLLM, which takes text as well."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-# A queue can empty sooner than its engine foresaw: every so often somebody has to ask.
+# A queue can empty sooner than its engine foresaw: every so often a request has to try.
 LONGEST_BELIEF_S: Final = 1.0
 
 
@@ -35,7 +35,7 @@ class QueueForecast:
             self._opens_at = self._believed_until = now
 
     def is_full(self, now: float) -> bool:
-        """For somebody."""
+        """For requests of some priority."""
         return now < self._believed_until
 
     def opens_in_s(self, priority: int, now: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from services.gateway.balancer import Replica
 from services.gateway.chat import Chat, RunningChat
 from services.gateway.generation import AnswerCut
 from services.gateway.responses_chat import in_the_clients_words, to_chat
@@ -16,7 +17,7 @@ from services.gateway.responses_output import Output
 from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.streaming import AnswerStream
 from services.gateway.trace import Trace
-from shared.wire.engine import Finished
+from shared.wire.engine import Finished, ModelInfo
 
 
 class Responses:
@@ -28,11 +29,13 @@ class Responses:
         try:
             return await self._answer(body, trace)
         except AnswerCut as cut:
-            return await Responses(self._chat.avoiding(cut.replica))._answer(body, trace)
+            return await self._answer(body, trace, avoided=cut.replica)
 
-    async def _answer(self, body: ResponsesRequest, trace: Trace) -> dict[str, Any]:
+    async def _answer(
+        self, body: ResponsesRequest, trace: Trace, *, avoided: Replica[ModelInfo] | None = None
+    ) -> dict[str, Any]:
         """Raises AnswerCut if the engine breaks over it."""
-        chat = await self._start(body, trace)
+        chat = await self._start(body, trace, avoided=avoided)
         output = Output(body, chat)
         usage: dict[str, Any] = {}
         is_answered = False
@@ -41,7 +44,8 @@ class Responses:
                 if isinstance(event, Finished):
                     usage = await self._chat.usage(chat, event, trace)
                 else:
-                    output.add(*chat.read(event))
+                    for part in chat.read(event):
+                        output.add(*part)
             is_answered = True
         finally:
             await self._chat.end(chat, is_answered=is_answered)
@@ -61,14 +65,16 @@ class Responses:
                     is_answered = True
                     yield events.closing(await self._chat.usage(chat, event, trace))
                 else:
-                    yield events.tokens(*chat.read(event))
+                    yield b"".join(events.tokens(*part) for part in chat.read(event))
 
         async def close() -> None:
             await self._chat.end(chat, is_answered=is_answered)
 
         return AnswerStream(frames(), close, error_frame=events.failure)
 
-    async def _start(self, body: ResponsesRequest, trace: Trace) -> RunningChat:
+    async def _start(
+        self, body: ResponsesRequest, trace: Trace, *, avoided: Replica[ModelInfo] | None = None
+    ) -> RunningChat:
         request, paths = to_chat(body)
         with in_the_clients_words(paths):
-            return await self._chat.start(request, trace)
+            return await self._chat.start(request, trace, avoided=avoided)

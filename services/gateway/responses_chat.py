@@ -11,6 +11,7 @@ from pydantic import JsonValue
 
 from services.gateway.base_schema import JsonObject
 from services.gateway.body import validate
+from services.gateway.field_names import renamed
 from services.gateway.responses_schema import (
     FunctionCall,
     FunctionCallOutput,
@@ -21,7 +22,7 @@ from services.gateway.responses_schema import (
     Reasoning,
     ResponsesRequest,
 )
-from services.gateway.schema import ChatRequest, GenerationBody, RefusalContent, Refused
+from services.gateway.schema import ChatRequest, RefusalContent, Refused, SamplingBody
 from shared.errors import DiptychError, InvalidRequest, UnsupportedFeature
 
 Part = InputText | InputImage | RefusalContent | Refused
@@ -30,7 +31,7 @@ Part = InputText | InputImage | RefusalContent | Refused
 def to_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
     """The same question as a chat, and for each of its messages the part of the request that it came from."""
     messages, paths = _messages(body)
-    generation = body.model_dump(include=set(GenerationBody.model_fields), exclude_unset=True, by_alias=True)
+    generation = body.model_dump(include=set(SamplingBody.model_fields), exclude_unset=True, by_alias=True)
     chat: dict[str, Any] = {
         **generation,
         "messages": messages,
@@ -139,9 +140,12 @@ def in_the_clients_words(paths: list[str]) -> Iterator[None]:
     try:
         yield
     except DiptychError as error:
-        param = None if error.param is None else _clients_path(error.param, paths)
-        message = _with_clients_paths(error.message, paths)
-        raise type(error)(message, param=param, retry_after_s=error.retry_after_s) from error
+        told = renamed(error, _PATH, lambda found: _renamed(found, paths))
+        if told.param == "messages":
+            told = type(told)(told.message, param="input", retry_after_s=told.retry_after_s)
+        if told is error:
+            raise
+        raise told from error
 
 
 # Paths of a chat, longest first -> where the client wrote it. `messages` alone is no more than a word.
@@ -156,20 +160,6 @@ _MESSAGE: Final = r"messages\[(?P<index>\d+)\]"
 _FUNCTION: Final = r"(?P<owner>tools\[\d+\]|tool_choice)\.function"
 _FIELD: Final = rf"(?P<field>{'|'.join(map(re.escape, _FIELDS))})"
 _PATH: Final = re.compile(rf"(?:{_MESSAGE}|{_FUNCTION}|{_FIELD})(?!\w)")
-# What is quoted is the client's, whatever it looks like; the apostrophe in a word opens no quotation.
-_QUOTED_OR_PATH: Final = re.compile(rf"""(?<!\w)(?P<quote>['"]).*?(?P=quote)|(?<![\w.]){_PATH.pattern}""", re.DOTALL)
-
-
-def _clients_path(path: str, paths: list[str]) -> str:
-    """A path into the chat as one into what the client sent."""
-    if path == "messages":
-        return "input"
-    found = _PATH.match(path)
-    return path if found is None else _renamed(found, paths) + path[found.end() :]
-
-
-def _with_clients_paths(message: str, paths: list[str]) -> str:
-    return _QUOTED_OR_PATH.sub(lambda found: found.group() if found["quote"] else _renamed(found, paths), message)
 
 
 def _renamed(found: re.Match[str], paths: list[str]) -> str:

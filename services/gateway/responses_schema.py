@@ -13,22 +13,20 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
-    GetJsonSchemaHandler,
     JsonValue,
     Tag,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
-from pydantic_core import CoreSchema
+from pydantic.json_schema import SkipJsonSchema
 
 from services.gateway.base_schema import Body, Int64, JsonObject
 from services.gateway.chosen_ids import MAX_UUID_CHARS
 from services.gateway.cut_urls import Url
 from services.gateway.schema import (
-    GenerationBody,
     ReasoningEffort,
     RefusalContent,
     Refused,
+    SamplingBody,
     TemplateKwargs,
     refuse_unsupported,
     text_is_one_part,
@@ -45,6 +43,8 @@ _NOT_HERE: Final[dict[str, tuple[JsonValue, ...]]] = {
     "n": (1,),
     "previous_response_id": (),
     "prompt": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
     "store": (False,),
     "truncation": ("disabled",),
 }
@@ -228,7 +228,7 @@ class ReasoningOptions(Body):
     effort: ReasoningEffort | None = None
 
 
-class ResponsesRequest(GenerationBody):
+class ResponsesRequest(SamplingBody):
     """`input` is always a list of items here: a string is the same as one message of the user."""
 
     input: Annotated[
@@ -255,15 +255,6 @@ class ResponsesRequest(GenerationBody):
         if isinstance(body, dict):
             refuse_unsupported(body, _NOT_HERE)
         return body
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Without what is inherited from the other APIs and refused here."""
-        schema = super().__get_pydantic_json_schema__(core_schema, handler)
-        properties = handler.resolve_ref_schema(schema).get("properties", {})
-        for name in properties.keys() & _NOT_HERE.keys():
-            del properties[name]
-        return schema
 
     @property
     def echoed_tools(self) -> list[JsonObject]:

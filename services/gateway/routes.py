@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
 from services.gateway import answer_schema as answers
-from services.gateway.auth import Keyring
+from services.gateway.auth import Keyring, needs_key
 from services.gateway.balancer import Pool
 from services.gateway.body import read_json
 from services.gateway.chat import Chat
 from services.gateway.completions import Completions
 from services.gateway.counting import Counting
-from services.gateway.file_store import FileInfo
+from services.gateway.file_store import FileInfo, FileStore
 from services.gateway.files import FileQuery, Files, parse_query, upload_schema
 from services.gateway.generation import Generator, ServedModel
 from services.gateway.key_limits import KeyLimits
@@ -125,7 +125,7 @@ def api_routes(
 
 
 def model_routes(generator: Generator, keyring: Keyring) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", dependencies=[_needs_key(keyring)])
+    router = APIRouter(prefix="/v1/models", dependencies=[needs_key(keyring)])
 
     @router.get("", **operation("List the served models", answer=answers.ModelList, errors=READING_ERRORS))
     async def list_models() -> Response:
@@ -139,7 +139,8 @@ def model_routes(generator: Generator, keyring: Keyring) -> APIRouter:
     return router
 
 
-def file_routes(files: Files, keyring: Keyring, limits: KeyLimits) -> APIRouter:
+def file_routes(files: Files, store: FileStore, keyring: Keyring, limits: KeyLimits) -> APIRouter:
+    """store   the one of `files`"""
     router = APIRouter(prefix="/v1/files", dependencies=[_counts_for_its_key(keyring, limits)])
 
     @router.post(
@@ -158,7 +159,7 @@ def file_routes(files: Files, keyring: Keyring, limits: KeyLimits) -> APIRouter:
 
     @router.get("/{file_id}", **operation("Describe a file", answer=answers.File, errors=READING_ERRORS))
     async def retrieve_file(file_id: str) -> Response:
-        return _json(_file_body(await files.info(file_id)))
+        return _json(_file_body(await store.info(file_id)))
 
     @router.get(
         "/{file_id}/content",
@@ -167,11 +168,11 @@ def file_routes(files: Files, keyring: Keyring, limits: KeyLimits) -> APIRouter:
     async def file_content(file_id: str) -> Response:
         # Somebody else's bytes: a browser must neither guess their type nor show them as a page of ours.
         headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
-        return Response(await files.read(file_id), headers=headers, media_type="application/octet-stream")
+        return Response(await store.read(file_id), headers=headers, media_type="application/octet-stream")
 
     @router.delete("/{file_id}", **operation("Delete a file", answer=answers.FileDeleted, errors=READING_ERRORS))
     async def delete_file(request: Request, file_id: str) -> Response:
-        await files.delete(file_id, _owner_of(request))
+        await store.delete(file_id, _owner_of(request))
         return _json({"id": file_id, "object": "file", "deleted": True})
 
     return router
@@ -216,19 +217,12 @@ def document_routes(described: dict[str, Any]) -> APIRouter:
     return router
 
 
-def _needs_key(keyring: Keyring) -> Any:
-    async def check(request: Request) -> None:
-        keyring.check(request.headers.get("authorization"))
-
-    return Depends(check)
-
-
 def _counts_for_its_key(keyring: Keyring, limits: KeyLimits) -> Any:
     async def check(request: Request) -> None:
         trace = trace_of(request)
         trace.key_name = keyring.check(request.headers.get("authorization"))
         limits.enter(trace.key_name)
-        trace.is_in = True  # whoever ends the request gives the place back: see RequestScope
+        trace.is_in = True  # RequestScope gives the place back when the request ends
 
     return Depends(check)
 

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from services.gateway.base_schema import Body, Int64, JsonObject, shallow
 from services.gateway.chosen_ids import MAX_UUID_CHARS
 from services.gateway.cut_urls import Url
+from services.gateway.field_names import named_as_given
 from services.gateway.output_schema import ResponseFormat, SchemaOrText, StructuredOutputs, Tool, ToolChoice, Tools
 from shared.errors import InvalidRequest, UnsupportedFeature
 from shared.sampling import SamplingParams
@@ -172,17 +173,14 @@ def _stop_is_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class GenerationBody(Body):
-    """What chat and text completions have in common: how to sample, when to stop, how to answer."""
+class SamplingBody(Body):
+    """What all requests for answers have in common: how to sample, when to stop, what to allow."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
 
-    n: Int64 = 1
-    max_tokens: Int64 | None = None
     min_tokens: Int64 = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -200,15 +198,23 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     seed: Int64 | None = None
-    prompt_logprobs: Int64 | None = None
     vllm_xargs: Annotated[JsonObject, BeforeValidator(shallow)] = {}
 
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaOrText = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What chat and text completions have beyond it; the Responses API refuses these fields, or has others for them."""
+
+    stream_options: StreamOptions = StreamOptions()
+    n: Int64 = 1
+    max_tokens: Int64 | None = None
+    prompt_logprobs: Int64 | None = None
+    response_format: ResponseFormat | None = None
 
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises InvalidRequest naming the field that is out of range."""
@@ -254,11 +260,18 @@ class ChatRequest(GenerationBody):
     def sampling(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return self._sampling(
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prompt_logprobs=self.prompt_logprobs,
-        )
+        with named_as_given(self.names_given):
+            return self._sampling(
+                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                prompt_logprobs=self.prompt_logprobs,
+            )
+
+    @property
+    def names_given(self) -> dict[str, str]:
+        """Fields of SamplingParams -> the request's names for them, where they are others."""
+        names = {"logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
 
 Prompt = str | list[int]
@@ -302,6 +315,13 @@ class CompletionRequest(GenerationBody):
             logprobs=self.logprobs,
             prompt_logprobs=max((count for count in wanted if count is not None), default=None),
         )
+
+    @property
+    def names_given(self) -> dict[str, str]:
+        """As for a chat: what is echoed is scored because of `logprobs`, if that asks for more."""
+        num_asked = -1 if self.prompt_logprobs is None else self.prompt_logprobs
+        is_by_logprobs = self.echo and self.logprobs is not None and self.logprobs > num_asked
+        return {"prompt_logprobs": "logprobs"} if is_by_logprobs else {}
 
 
 class TokenizeBody(Body):

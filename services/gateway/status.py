@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.assets import SAFE_HEADERS, Assets
-from services.gateway.auth import Keyring
+from services.gateway.auth import Keyring, needs_key
 from services.gateway.balancer import Pool, Replica
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import GatewayMetrics
@@ -167,9 +167,8 @@ def status_routes(room: ControlRoom, assets: Assets, keyring: Keyring) -> APIRou
     async def page(request: Request) -> Response:
         return assets.answer("status.html", request)
 
-    @router.get("/status/data")
-    async def data(request: Request, engine: Annotated[int | None, Query(ge=1, le=10**6)] = None) -> Response:
-        keyring.check(request.headers.get("authorization"))
+    @router.get("/status/data", dependencies=[needs_key(keyring)])
+    async def data(engine: Annotated[int | None, Query(ge=1, le=10**6)] = None) -> Response:
         headers = {**SAFE_HEADERS, "Cache-Control": "no-store"}
         return Response(orjson.dumps(await room.data(engine)), media_type="application/json", headers=headers)
 

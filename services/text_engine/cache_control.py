@@ -21,7 +21,7 @@ EndRequests = Callable[[], Awaitable[None]]
 
 
 class CacheControl:
-    """state   changes on the event loop; whoever admits requests looks at it"""
+    """state   changes on the event loop; looked at before a request is admitted"""
 
     def __init__(self, thread: EngineThread) -> None:
         self.state: Literal["awake", "falling asleep", "asleep"] = "awake"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.text_engine import parser_names
 from shared.listen_address import DEFAULT_HOST, Host
 from shared.log import LogFormat
 from shared.reasoning import ReasoningFormat
@@ -17,6 +18,8 @@ from shared.settings import Names, RedisUrl
 from shared.sizes import ByteSize, Size
 from shared.tls_settings import TlsCaFile, TlsCertFile, TlsKeyFile, TlsRequireClientCert, TlsServerName
 from shared.wire.engine import ToolFormat
+
+LOGITS_PROCESSORS_GROUP = "diptych.logits_processors"  # of packages' entry points
 
 
 def _are_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
@@ -39,13 +42,13 @@ class TextEngineSettings(BaseSettings):
     host: Host = Field(DEFAULT_HOST, description="address to listen on; 0.0.0.0 opens it to the network")
     port: int = Field(8002, ge=0, le=65535, description="port to listen on")
 
-    tool_call_parser: Literal["auto"] | ToolFormat = Field(
+    tool_call_parser: Annotated[Literal["auto"] | ToolFormat, BeforeValidator(parser_names.tool_call_parser)] = Field(
         "auto", description="how the model writes calls of tools; auto: as its chat template shows"
     )
 
-    reasoning_parser: Literal["auto", "none"] | ReasoningFormat = Field(
-        "auto", description="how the model marks its reasoning; auto: as its chat template shows"
-    )
+    reasoning_parser: Annotated[
+        Literal["auto", "none"] | ReasoningFormat, BeforeValidator(parser_names.reasoning_parser)
+    ] = Field("auto", description="how the model marks its reasoning; auto: as its chat template shows")
 
     logits_processors: Names = Field(
         (), description="classes, as module:Class or entry points' names, whose changes of logits requests may ask for"
@@ -93,7 +96,7 @@ class TextEngineSettings(BaseSettings):
         1024, ge=1, description="queue bound; more are refused with 503, and an n above it with 400"
     )
     max_queue_wait_s: float = Field(
-        60.0, gt=0, description="under lasting overload, whoever would wait longer to begin gets a 503; inf: nobody"
+        60.0, gt=0, description="under lasting overload, what would wait longer to begin gets a 503; inf: nothing does"
     )
     kv_cache_memory: Size | None = Field(
         None, description="bytes for the KV cache, on each GPU, e.g. 2GiB; overrides gpu_memory_utilization"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 
 from services.text_engine.tokenizer import Tokenizer
+from shared.text import num_beginning
 
 
 class Detokenizer:
@@ -48,7 +49,7 @@ class Detokenizer:
         if search_stop and (found := self._find_stop()) is not None:
             released, self._held = self._held[:found], ""
             return released
-        keep = self._num_held_back() if search_stop else 0
+        keep = max(num_beginning(self._held, stop) for stop in self._stop) if search_stop else 0
         split = len(self._held) - keep
         released, self._held = self._held[:split], self._held[split:]
         return released
@@ -69,12 +70,3 @@ class Detokenizer:
             return None
         end, start, self.matched_stop = min(ends)
         return end if self._include_stop else start
-
-    def _num_held_back(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = max(map(len, self._stop)) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0

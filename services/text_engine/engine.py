@@ -55,7 +55,7 @@ class Engine:
     """Continuous batching over one model.
 
     max_model_len         tokens of prompt and answer together
-    queue                 who is refused with Overloaded
+    queue                 which requests are refused with Overloaded
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Engine:
     def _new_choice(self, request: EngineRequest, index: int, adapter: Adapter | None) -> ChoiceState:
         sampling = request.sampling
         num_prompt_tokens = len(request.token_ids)
-        max_total = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens)
+        # The last token of an answer is never computed: one that nobody is told needs no room.
+        max_total = min(self.max_model_len, self.scheduler.blocks.max_sequence_tokens) + request.only_echoes
         if sampling.max_tokens is not None:
             max_total = min(max_total, num_prompt_tokens + sampling.max_tokens)
         sequence = Sequence(
@@ -170,14 +171,13 @@ class Engine:
                 outputs += self.fail(request_id, error)
         return outputs
 
-    def put_image(self, image_key: str, rows: torch.Tensor) -> list[EngineOutput]:
-        """An image's embedding, [num_tokens, hidden_size], has arrived."""
+    def put_image(self, image_key: str, rows: torch.Tensor) -> None:
+        """An image's embedding, [num_tokens, row_size], has arrived."""
         self.embeddings.put(image_key, rows)
         now = time.monotonic()
         for state in self._requests.values():
             if state.first_token is None and any(span.image_key == image_key for span in state.request.images):
                 state.images_ready = now
-        return []
 
     def step(self) -> list[EngineOutput] | None:
         """Compute one batch. None: nothing can run until a request is added or an image arrives.
@@ -293,7 +293,7 @@ class Engine:
         sampling = request.sampling
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        if num_prompt_tokens >= self.max_model_len:
+        if request.num_needed_tokens > self.max_model_len:
             raise ContextTooLong(
                 f"the prompt has {num_prompt_tokens} tokens; this model takes {self.max_model_len} tokens of prompt "
                 "and answer together, and an answer needs one: shorten the text"
@@ -302,7 +302,7 @@ class Engine:
             )
         sampling.check_prompt_logprobs(num_prompt_tokens)
         capacity = self.scheduler.blocks.max_sequence_tokens
-        if num_prompt_tokens >= capacity:
+        if request.num_needed_tokens > capacity:
             raise ContextTooLong(
                 f"the prompt has {num_prompt_tokens} tokens; the KV cache of this server holds {capacity}",
                 param="messages",

@@ -19,6 +19,7 @@ class EngineRequest:
 
     reasoning   how the answer begins if the model marks its reasoning; a constraint holds for what comes after it
     adapter     name of the LoRA adapter that computes it; None: the model itself
+    only_echoes the answer, one token, is for nobody: the prompt may fill the whole context
     """
 
     request_id: str
@@ -30,6 +31,12 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     adapter: str | None = None
+    only_echoes: bool = False
+
+    @property
+    def num_needed_tokens(self) -> int:
+        """Of the context, at least: with an answer of one token, if anybody is to have it."""
+        return len(self.token_ids) + (not self.only_echoes)
 
     @property
     def num_image_tokens(self) -> int:

@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 STUCK_TIMEOUT_S = 2.0
 
-Command = Callable[[Engine], list[EngineOutput]]
+Command = Callable[[Engine], list[EngineOutput] | None]  # what it returns is delivered as a step's outputs are
 T = TypeVar("T")
 
 
@@ -103,7 +103,7 @@ class EngineThread:
         on_added   called in the thread as soon as the request is queued or refused; not at all if the thread ends first
         """
 
-        def command(engine: Engine) -> list[EngineOutput]:
+        def command(engine: Engine) -> list[EngineOutput] | None:
             try:
                 engine.add(request)
             except DiptychError as error:
@@ -114,16 +114,16 @@ class EngineThread:
                 return [RequestFailed(request.request_id, DiptychError(reason))]
             finally:
                 on_added()
-            return []
+            return None
 
         self.submit(command)
 
     def _run(self) -> None:
-        if not self._built.set_running_or_notify_cancel():  # whoever started the thread wants it no more
+        if not self._built.set_running_or_notify_cancel():  # the caller of `start` wants it no more
             return
         try:
             built = self._build(self._give_up)
-        except BaseException as error:  # noqa: BLE001 - whoever started the thread hears of it
+        except BaseException as error:  # noqa: BLE001 - the caller of `start` hears of it
             self._built.set_exception(error)
             return
         # What loading has left is there to stay: the collector need not walk through it again and again.
@@ -176,7 +176,7 @@ class EngineThread:
     def _run_commands(self, engine: Engine) -> None:
         outputs: list[EngineOutput] = []
         while self._commands:
-            outputs += self._commands.popleft()(engine)
+            outputs += self._commands.popleft()(engine) or []
         self._can_step = engine.scheduler.has_work
         if not self._can_step:
             self._on_step(engine, None)
@@ -202,13 +202,12 @@ async def in_engine(thread: EngineThread, work: Callable[[Engine], T]) -> T:
     """What `work` returns or raises in the engine's thread, between two steps."""
     done: Future[T] = Future()
 
-    def command(engine: Engine) -> list[EngineOutput]:
+    def command(engine: Engine) -> None:
         if done.set_running_or_notify_cancel():
             try:
                 done.set_result(work(engine))
-            except Exception as error:  # noqa: BLE001 - whoever asked hears of it
+            except Exception as error:  # noqa: BLE001 - the caller hears of it
                 done.set_exception(error)
-        return []
 
     thread.submit(command)
     return await asyncio.wrap_future(done)

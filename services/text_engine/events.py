@@ -17,7 +17,7 @@ from shared.http_errors import wire_error
 from shared.wire.engine import Failed, Finished, GenerateEvent, PromptToken, TokenLogprob, Tokens
 
 LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity; OpenAI uses this value
-PROMPT_TOKENS_AT_ONCE: Final = 64  # in one event: whoever writes or reads it stops for it, and each may have 21 numbers
+PROMPT_TOKENS_AT_ONCE: Final = 64  # in one event: its writer and its reader stop for it, and each may have 21 numbers
 
 
 def line_of(event: GenerateEvent) -> bytes:

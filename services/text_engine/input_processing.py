@@ -36,10 +36,11 @@ def read_request(built: BuiltEngine, request: GenerateRequest) -> EngineRequest:
         priority=request.priority,
         cache_salt=request.cache_salt,
         adapter=request.adapter,
+        only_echoes=request.only_echoes,
     )
     try:
         built.engine.check(engine_request)
-        if not request.cuts_to_context:
+        if not request.cuts_to_context and not request.only_echoes:
             _check_max_tokens(engine_request, built.engine.max_model_len)
     except ContextTooLong as error:
         if request.prompt is not None and error.param == "messages":

@@ -1,6 +1,6 @@
 """What this machine lets no engine have, found out without torch: told before anything is downloaded or started.
 
-`check_machine` refuses only what is certain. Whoever loads the model knows the device from torch itself, asks the other
+`check_machine` refuses only what is certain. What loads the model knows the device from torch itself, asks the other
 checks again and has the last word.
 """
 
@@ -11,13 +11,10 @@ from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Final
 
-from services.text_engine.config import TextEngineSettings
+from services.text_engine.config import LOGITS_PROCESSORS_GROUP, TextEngineSettings
 from shared.gpus import check_dtype, expected_device, num_gpus
 from shared.settings_errors import SettingRefused
-
-ENTRY_POINTS: Final = "diptych.logits_processors"
 
 
 def check_machine(settings: TextEngineSettings) -> None:
@@ -86,15 +83,18 @@ def _check_logits_processors(names: Iterable[str]) -> None:
             problem = (
                 f"names the module {module!r}, which is not installed; set PYTHONPATH to its folder, or install it"
             )
-        elif not colon and not entry_points(group=ENTRY_POINTS, name=name):
-            problem = f"is no entry point of any package in {ENTRY_POINTS}; give module:Class, or install the package"
+        elif not colon and not entry_points(group=LOGITS_PROCESSORS_GROUP, name=name):
+            problem = (
+                f"is no entry point of any package in {LOGITS_PROCESSORS_GROUP}; "
+                "give module:Class, or install the package"
+            )
         if problem is not None:
             raise SettingRefused("logits_processors", name, problem)
 
 
 def _is_module(name: str) -> bool:
-    """Whether Python would find its package, in the current folder as well. What is in a package is known only to who
-    imports it, as it may look for its modules elsewhere, too."""
+    """Whether Python would find its package, in the current folder as well. What is in a package is known only once it
+    is imported, as it may look for its modules elsewhere as well."""
     parts = name.split(".")
     if not all(parts) or parts[0] == "__main__":  # the engine's own, which is nobody else's
         return False

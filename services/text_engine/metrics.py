@@ -73,7 +73,7 @@ class EngineMetrics:
         )
         self.success = counter("request_success", "Finished choices", "finished_reason")
         self.failures = counter("request_failures", "Requests that ended with an error", "code")
-        self.embeddings = counter("image_embeddings", "Embeddings fetched, by who had them", "source")
+        self.embeddings = counter("image_embeddings", "Embeddings fetched, by where they were found", "source")
         self.fetch_seconds = histogram("image_embedding_fetch_seconds", "One fetch of an image's embedding")
         self.step_seconds = histogram("step_seconds", "One engine step", STEP_BUCKETS)
         self.step_tokens = Distribution(
@@ -200,7 +200,7 @@ class EngineMetrics:
         self.failures.labels(failed.error.code).inc()
 
     def observe_fetch(self, source: str | None, seconds: float) -> None:
-        """source   None: nobody had it"""
+        """source   None: it was found nowhere"""
         self.embeddings.labels(source or "failed").inc()
         self.fetch_seconds.observe(seconds)
 

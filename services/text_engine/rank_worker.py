@@ -13,17 +13,22 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Final
 
 import torch
 
 from services.text_engine.models.load_config import load_model_config
 from services.text_engine.runner.batch_tensors import BatchArrays
+from services.text_engine.runner.kv_cache import BLOCK_SIZE
 from services.text_engine.runner.loading import load_model, rank_device
 from services.text_engine.runner.tensor_parallel import ProcessRanks, RankSpec, end_without_cleanup
 from shared.log import configure_logging, get_logger
 
 log = get_logger(__name__)
+IDLE_AFTER_S: Final = 0.02  # longer than rank 0 takes between two steps of a busy engine
 
 
 def main() -> None:
@@ -49,9 +54,24 @@ def _work(connection: Connection, spec: RankSpec) -> None:
     ranks = ProcessRanks(spec.index, spec.size, spec.store, device)
     config = load_model_config(spec.settings.model, spec.settings.model_implementation)
     model = load_model(spec.settings, config, device, ranks)
-    while (arrays := steps.get()) is not None:
+    num_used_blocks = 0
+    while (arrays := next_step(steps, partial(model.forward_pass.prepare_memory, num_used_blocks))) is not None:
         model.forward_pass.run(arrays, _no_images)
+        num_used_blocks = max(num_used_blocks, int(arrays.slot_mapping.max(initial=-1)) // BLOCK_SIZE + 1)
     end_without_cleanup(0)
+
+
+def next_step(steps: queue.SimpleQueue[BatchArrays | None], prepare: Callable[[], bool]) -> BatchArrays | None:
+    """Waits for it; whenever none has come for a while, does one more piece of what `prepare` has for idle times.
+
+    prepare   False: nothing is left
+    """
+    while True:
+        try:
+            return steps.get(timeout=IDLE_AFTER_S)
+        except queue.Empty:
+            if not prepare():
+                return steps.get()
 
 
 def _read(connection: Connection, steps: queue.SimpleQueue[BatchArrays | None]) -> None:

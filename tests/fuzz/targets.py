@@ -36,11 +36,12 @@ from services.gateway.files import FileLimits, Files
 from services.gateway.images import decode_data_url, decode_embedding
 from services.gateway.messages import check_contents, image_sources
 from services.gateway.net_guard import parse_url
+from services.gateway.output_schema import ToolFunction
 from services.gateway.picture_cache import PictureCache
 from services.gateway.reasoning import ReasoningParser
 from services.gateway.responses_schema import ResponsesRequest
 from services.gateway.schema import ChatRequest, CompletionRequest, TokenizeBody
-from services.gateway.tool_calls import ToolCallParser
+from services.gateway.tool_calls.parser import ToolCallParser
 from services.text_engine.embedding_fetcher import EmbeddingFetcher
 from services.vision_encoder.given_embeddings import read_embedding
 from shared import tensor_blob
@@ -356,7 +357,7 @@ def _take_given_embedding(data: bytes) -> object:
     def describe(size: Any) -> ImageMetadata:
         return ImageMetadata(num_tokens=3, width=size.width, height=size.height)
 
-    return read_embedding(data, hidden_size=HIDDEN_SIZE, dtype=torch.float32, describe=describe)
+    return read_embedding(data, row_size=HIDDEN_SIZE, dtype=torch.float32, describe=describe)
 
 
 _HEADER_VALUES: Final = st.text(st.characters(max_codepoint=255), max_size=80)
@@ -443,8 +444,10 @@ def _take_logged(text: str) -> object:
 
 
 def _take_answer_text(text: str) -> object:
+    schema: Any = {"properties": {"a": {"type": "string"}}}
+    functions = [ToolFunction(name="f", parameters=schema)]
     for form in get_args(ToolFormat):
-        calls = ToolCallParser(form)
+        calls = ToolCallParser(form, functions)
         for start in range(0, len(text), 1024):
             calls.feed(text[start : start + 1024])
         calls.finish()
@@ -531,6 +534,16 @@ TARGETS: Final = (
             "</tool_call>",
             "[TOOL_CALLS]",
             "<|python_tag|>",
+            "<|python_start|>",
+            "<function=f>",
+            "<parameter=a>",
+            "</parameter>",
+            "f<arg_key>a</arg_key><arg_value>",
+            "</arg_value>",
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+            "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{",
+            "[f(a=",
+            "f[ARGS]{",
             '{"name":"f",',
             '"arguments":{}}',
             "{",

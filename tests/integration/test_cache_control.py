@@ -259,7 +259,7 @@ async def test_an_engine_may_take_its_time_to_answer_but_not_to_be_reached():
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(note), timeout=httpx.Timeout(7, connect=3)) as http:
         with pytest.raises(DiptychError):
-            await EngineClient(http, start_timeout_s=5).control_cache("POST", "http://engine/v1/sleep")
+            await EngineClient(http, start_timeout_s=5).control_cache("POST", "http://engine", "/v1/sleep")
     assert limits == [{"connect": 3, "read": None, "write": None, "pool": None}]
 
 

@@ -11,14 +11,27 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppres
 import httpx
 import pytest
 
-from services.gateway.backends import EngineClient
+from services.gateway.backends import EngineClient, written
 from services.gateway.balancer import Pool, Replica
 from services.gateway.generation import Generation, Generator
+from services.gateway.schema import wire_sampling
+from services.text_engine.input_processing import sampling_params
 from shared.errors import DiptychError, ModelNotFound, UpstreamFailed, UpstreamTimeout
 from shared.peer_names import PeerNames
+from shared.sampling import Constraint, SamplingParams
 from shared.service_client import ServiceClient
 from shared.tls import Tls
-from shared.wire.engine import Finished, GenerateRequest, ModelInfo, Started, Tokens
+from shared.wire.engine import (
+    ChatMessage,
+    Finished,
+    GenerateRequest,
+    ImagePart,
+    ModelInfo,
+    Started,
+    TextPart,
+    Tokens,
+)
+from shared.wire.images import ImageRef
 
 STARTED = Started(num_prompt_tokens=1, num_image_tokens=0)
 FINISHED = Finished(num_prompt_tokens=1, num_image_tokens=0, num_cached_tokens=0, num_generated_tokens=1)
@@ -81,3 +94,19 @@ async def test_a_model_that_has_just_gone_is_not_found():
         generator = Generator(pool, EngineClient(client, start_timeout_s=1))
         with pytest.raises(ModelNotFound, match="'gone' is not served any more"):
             generator.served("gone")
+
+
+def test_a_request_is_written_as_the_engine_reads_it():
+    sampling = SamplingParams(
+        logit_bias={7: -1.5}, stop=("é\n", '"'), constraint=Constraint(kind="choice", value='["a"]')
+    )
+    image = ImageRef(image_key="a" * 64, num_tokens=6, width=5, height=7, grid=(1, 2, 3))
+    request = GenerateRequest(
+        request_id="r",
+        messages=[ChatMessage(role="user", content=[TextPart(text="\u2028 and \U0001f600"), ImagePart(image=image)])],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"x": [None, 1e300, 2**53]}}}],
+        sampling=wire_sampling(sampling),
+    )
+    read = GenerateRequest.model_validate_json(written(request))
+    assert read == GenerateRequest.model_validate_json(request.model_dump_json(exclude_none=True))
+    assert sampling_params(read) == sampling

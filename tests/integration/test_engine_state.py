@@ -17,11 +17,12 @@ from services.text_engine.core.speculation.step_costs import StepCosts
 from services.text_engine.engine import Engine
 from services.text_engine.state import Snapshot, block_map, sequence_states, step_states, take_snapshot
 from shared.sampling import Constraint
-from shared.state import FREE, MAX_CELLS, BlockMap
+from shared.state import CELLS, MAX_CELLS, BlockMap
 from tests.conftest import CheckpointFactory
 from tests.engines import EngineDriver
 
 BLOCK_SIZE = 16
+FREE = CELLS[0]
 
 
 @pytest.fixture(scope="module")

@@ -491,6 +491,7 @@ def test_pictures_stand_where_their_parts_stand(stack: Stack):
     assert [part.type for part in sent] == ["text", "image", "text", "image"]
     assert [part.image.width for part in sent if part.type == "image"] == [10, 20]
     assert all(part.image.encoder_url for part in sent if part.type == "image")
+    assert [stack.encoder.numbers[part.image.image_key] for part in sent if part.type == "image"] == ["0", "1"]
 
 
 def test_a_picture_alone_is_a_question(stack: Stack):

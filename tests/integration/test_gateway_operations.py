@@ -86,10 +86,17 @@ def num_running(stack: Stack) -> int:
 # --- cancellation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_client_that_leaves_a_stream_ends_its_generation(stack: Stack, path: str):
+@pytest.mark.parametrize(
+    ("path", "question"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 2000}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+def test_a_client_that_leaves_a_stream_ends_its_generation(stack: Stack, path: str, question: dict[str, Any]):
     set_engines(stack, EngineScript(token_delay_s=0.02))
-    body = {"messages": HELLO, "prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": 2000}
+    body = {**question, "stream": True, "ignore_eos": True}
     with stack.http.stream("POST", path, json=body) as response:
         lines = response.iter_lines()
         next(lines)
@@ -326,13 +333,23 @@ def test_a_known_picture_needs_no_encoder(small_stack: Stack):
     assert_openai_error(small_stack.ask(data_url(png(36))), 503)
 
 
-def test_an_encoder_that_dies_over_a_picture_is_replaced_once(stack: Stack):
+@pytest.mark.parametrize(
+    ("gives_out", "numbers"),
+    [
+        (EncoderScript(cut=True, encode_delay_s=0.05), range(4)),
+        (EncoderScript(fail=NotReady("one pass of the tower does not end"), encode_delay_s=0.05), range(500, 504)),
+    ],
+    ids=["dies", "gives it up"],
+)
+def test_an_encoder_that_gives_out_over_a_picture_is_replaced_once(
+    stack: Stack, gives_out: EncoderScript, numbers: range
+):
     """Case E11: with a second replica."""
-    for number in range(4):
+    for number in numbers:
         key = image_key(png(40 + number), "f" * 64)
         for encoder in stack.encoders:
             encoder.script = EncoderScript()
-        stack.encoders[number % 2].script = EncoderScript(cut=True, encode_delay_s=0.05)
+        stack.encoders[number % 2].script = gives_out
         set_engines(stack, EngineScript(first_token_delay_s=0.3))
         assert stack.ask(data_url(png(40 + number))).status_code == 200
         assert key in stack.encoders[0].keys + stack.encoders[1].keys
@@ -411,7 +428,7 @@ def test_a_roll_out_of_encoders_never_mixes_versions():
 def encodes_at(stack: Stack, encoder: ScriptedEncoder) -> bool:
     """Whether the gateway still sends pictures to `encoder`: it must first have noticed the new fingerprint."""
     encoder.keys.clear()
-    for _ in range(4):
+    for _ in range(16):
         stack.ask(data_url(png(time.monotonic_ns() % 2**31)))
     return bool(encoder.keys)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from structlog.testing import capture_logs
 
 from diptych import LLM, Constraint, SamplingParams
 from shared.errors import InvalidImage, InvalidRequest
@@ -72,6 +73,16 @@ def test_a_bad_picture_fails_its_own_prompt_and_no_other(checkpoint: CheckpointF
         assert isinstance(output.error, InvalidImage)
         with pytest.raises(InvalidImage):
             _ = output.text
+
+
+def test_the_log_names_the_model_as_the_caller_does(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DIPTYCH_DEMO_MODEL", str(checkpoint("llama")))
+    with capture_logs() as entries:
+        LLM("demo", num_threads=1, kv_cache_memory="32MiB")
+    assert {entry["model"] for entry in entries if "model" in entry} == {"demo"}
+    with capture_logs() as entries:
+        LLM("demo", served_model_name="mine", num_threads=1, kv_cache_memory="32MiB")
+    assert {entry["model"] for entry in entries if "model" in entry} == {"mine"}
 
 
 def test_plain_prompts_report_progress(checkpoint: CheckpointFactory):

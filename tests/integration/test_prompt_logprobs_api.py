@@ -96,6 +96,19 @@ def test_echo_with_logprobs_scores_a_text_without_saying_anything(system: RealSt
             assert PROMPT[offset : offset + len(token)] == token
 
 
+def test_a_text_that_fills_the_whole_context_is_scored_to_its_end(system: RealStack, folder: Path):
+    limit = system.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    ids = [3 + (7 * position) % 250 for position in range(limit + 1)]
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    [choice] = complete(system, prompt=ids[:limit], **fields)["choices"]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
+        logprobs_of_transformers(folder, ids[:limit]), abs=TOLERANCE
+    )
+    for prompt, more in ((ids, fields), (ids[:limit], {**fields, "max_tokens": 1})):
+        response = system.http.post("/v1/completions", json={"prompt": prompt, **more})
+        assert assert_openai_error(response, 400)["code"] == "context_length_exceeded"
+
+
 def test_echo_with_logprobs_goes_on_into_the_answer(system: RealStack):
     [plain] = complete(system, logprobs=2, max_tokens=5)["choices"]
     [echoed] = complete(system, logprobs=2, max_tokens=5, echo=True)["choices"]
@@ -145,6 +158,10 @@ def test_what_a_request_has_scored_is_bounded_over_all_its_prompts_and_choices(
         response = system.http.post("/v1/completions", json={"prompt": prompts, "n": n, **fields})
         assert assert_openai_error(response, 400)["param"] == "prompt_logprobs"
     complete(system, prompt=[PROMPT] * 7, max_tokens=1)
+    for prompts in ([PROMPT] * 7, [" ".join([PROMPT] * 7)]):
+        scored = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 0}
+        response = system.http.post("/v1/completions", json=scored)
+        assert assert_openai_error(response, 400)["param"] == "logprobs", "of that, not of what engines call it"
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import queue
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+from services.text_engine import rank_worker
 from services.text_engine.attention.cpu_backend import huge_page_zeros
 from services.text_engine.runner import memory_ahead
 from services.text_engine.runner.memory_ahead import MemoryAhead
+from services.text_engine.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that is asked for memory")
 
@@ -87,3 +91,40 @@ def test_a_kernel_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch):
     assert not ahead.advance(0)
     monkeypatch.setattr(memory_ahead, "_populate", lambda *_: pytest.fail("asked again"))
     assert not ahead.advance(0)
+
+
+class Cache:
+    """A model's, of which so many pieces are not there yet."""
+
+    def __init__(self, num_pieces: int) -> None:
+        self.num_pieces = num_pieces
+        self.num_used_blocks: list[int] = []
+
+    def prepare_memory(self, num_used_blocks: int) -> bool:
+        self.num_used_blocks.append(num_used_blocks)
+        self.num_pieces -= 1
+        return self.num_pieces >= 0
+
+
+def test_a_draft_models_memory_is_made_ready_after_its_targets():
+    target, draft = Cache(2), Cache(1)
+    runner = ModelRunner(target, None, None, list, block_size=16, draft=draft)  # type: ignore[arg-type]
+    assert [runner.prepare_memory(7) for _ in range(4)] == [True, True, True, False]
+    assert target.num_used_blocks == [7] * 4
+    assert draft.num_used_blocks == [7] * 2
+
+
+def test_a_rank_without_a_step_makes_memory_ready_and_one_with_steps_does_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_worker, "IDLE_AFTER_S", 0.001)
+    steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    cache = Cache(3)
+
+    def prepare() -> bool:
+        if not cache.num_pieces:
+            steps.put("a step")
+        return cache.prepare_memory(0)
+
+    assert rank_worker.next_step(steps, prepare) == "a step"
+    assert len(cache.num_used_blocks) == 4, "until nothing was left"
+    steps.put(None)
+    assert rank_worker.next_step(steps, lambda: pytest.fail("there is something to do")) is None

@@ -33,7 +33,7 @@ def engine(folder: Path, backend: str, **settings: Any) -> EngineDriver:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory": "2MiB"}
     driver = EngineDriver(folder, attention_backend=backend, **defaults | settings)
     generator = torch.Generator().manual_seed(3)
-    driver.pictures = {key: torch.randn(16, 64, generator=generator) for key in (CAT, DOG)}
+    driver.pictures = {key: torch.randn(16, driver.row_size, generator=generator) for key in (CAT, DOG)}
     return driver
 
 
@@ -65,8 +65,9 @@ def test_a_mixed_batch_gets_the_tokens_of_the_reference(checkpoint: CheckpointFa
         ("llava_clip_llama", 12, {}),
         ("gemma3", 20, {"attention": "bidirectional"}),
         ("qwen2_5_vl", 20, {"grid": (1, 4, 4)}),
+        ("qwen3_vl", 20, {"grid": (1, 4, 4)}),
     ],
-    ids=["cut by chunks", "seeing themselves, windows", "positions of three coordinates"],
+    ids=["cut by chunks", "seeing themselves, windows", "positions of three coordinates", "rows for several layers"],
 )
 def test_images_get_the_tokens_of_the_reference(
     checkpoint: CheckpointFactory, family: str, step: int, image: dict[str, Any]

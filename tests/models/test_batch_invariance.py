@@ -43,24 +43,12 @@ def new_driver(folder: Path, **settings: Any) -> EngineDriver:
 
 def told(driver: EngineDriver, **options: Any) -> Told:
     """What the request "r" is told of its own tokens and of its prompt's."""
-    logprobs: list[Logprobs] = []
-    of_prompt: list[PromptLogprob] | None = None
-    publish = driver.engine._token_output
-
-    def record(*arguments: Any) -> Any:
-        nonlocal of_prompt
-        output = publish(*arguments)
-        if output.request_id == "r":
-            logprobs.extend(each for _, each in output.logprobs)
-            of_prompt = output.prompt_logprobs or of_prompt
-        return output
-
-    driver.engine._token_output = record  # type: ignore[method-assign]
     driver.add("r", PROMPT, **{"max_tokens": 12, "logprobs": 3} | options)
-    driver.run()
+    answer = driver.run()["r"]
+    logprobs = [each for _, each in answer.logprobs]
     assert len(logprobs) == 12
     assert torch.isfinite(torch.tensor([each.logprob for each in logprobs])).all()
-    return logprobs, of_prompt
+    return logprobs, answer.prompt_logprobs
 
 
 def alone(folder: Path, **settings: Any) -> EngineDriver:
@@ -198,19 +186,9 @@ def test_text_after_a_picture_is_the_same_with_the_picture_cached(checkpoint: Ch
         driver.pictures["a" * 64] = rows
         if warm:
             driver.generate(prompt, **options)
-        recorded: list[list[float]] = []
-        driver.add("r", prompt, logprobs=2, **options)
-        publish = driver.engine._token_output
-
-        def record(*arguments: Any, publish: Any = publish, recorded: Any = recorded) -> Any:
-            output = publish(*arguments)
-            recorded += [each.top_logprobs for _, each in output.logprobs]
-            return output
-
-        driver.engine._token_output = record  # type: ignore[method-assign]
-        driver.run()
-        assert len(recorded) == 12
-        found.append(recorded)
+        logprobs = driver.generate(prompt, logprobs=2, **options).logprobs
+        assert len(logprobs) == 12
+        found.append([each.top_logprobs for _, each in logprobs])
     assert found[0] == found[1] == found[2]
 
 

@@ -98,7 +98,7 @@ def test_a_model_that_is_its_own_draft_is_always_right(llama: Path, backend: str
     assert len(guessed.batches) < 0.5 * len(plain.batches)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mistral", "qwen2_5_vl", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mistral", "qwen2_5_vl", "qwen3_vl", "mixtral"])
 def test_drafts_of_every_family_are_right_about_themselves(checkpoint: CheckpointFactory, family: str):
     folder = checkpoint(family)
     requests = [{"token_ids": tokens(5 + 13 * i, seed=i), "max_tokens": 30} for i in range(3)]

@@ -483,6 +483,25 @@ def test_an_image_that_will_not_come_fails_only_those_who_need_it(llava: Path):
     assert driver.answers["b"].error is None
 
 
+def test_a_picture_that_was_encoded_again_is_fetched_from_there_although_the_first_fetch_hangs(llava: Path):
+    driver = EngineDriver(llava, hold_images=True)
+    prompt = image_prompt(driver, "a")
+    driver.add("first", **prompt)
+    driver.step()
+    [hanging] = driver.wanted
+    elsewhere = hanging.model_copy(update={"encoder_url": "http://other"})
+    driver.add("second", **prompt, image_refs=(elsewhere,))
+    driver.add("third", **prompt, image_refs=(elsewhere.model_copy(),))
+    driver.step()
+    assert driver.wanted == [hanging, elsewhere]
+    driver._take(driver.engine.image_failed(hanging, EncodeFailed("it timed out")))
+    driver.wanted.remove(hanging)
+    driver.hold_images = False
+    answers = driver.run().values()
+    assert [answer.error for answer in answers] == [None] * 3
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+
+
 def test_kv_waste_stays_below_four_percent_on_the_benchmarks_shapes(llama: Path):
     from services.text_engine.metrics import kv_waste
 

@@ -15,8 +15,8 @@ import torch
 from pydantic import ValidationError
 
 from services.gateway.schema import CompletionRequest
+from services.text_engine.config import LOGITS_PROCESSORS_GROUP
 from services.text_engine.runner.logits_processors import (
-    ENTRY_POINTS,
     Adjust,
     LogitsProcessors,
     Vocabulary,
@@ -185,9 +185,9 @@ def test_an_installed_package_offers_one_by_its_entry_point(monkeypatch: pytest.
     package = tmp_path / "tiny_plugin-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Name: tiny-plugin\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ntiny = {HERE}Only\n")
+    (package / "entry_points.txt").write_text(f"[{LOGITS_PROCESSORS_GROUP}]\ntiny = {HERE}Only\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert metadata.entry_points(group=ENTRY_POINTS, name="tiny")
+    assert metadata.entry_points(group=LOGITS_PROCESSORS_GROUP, name="tiny")
     loaded = load_logits_processors(["tiny"], vocabulary())
     assert loaded.for_request({"only": [1]}, []) is not None
 

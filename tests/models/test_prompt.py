@@ -63,7 +63,7 @@ def test_an_image_prompt_equals_the_processors(llava: Path, prompts: PromptBuild
     expected = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
     prompt = prompts.from_messages([message("user", image(16), "What is it?")])
     assert prompt.token_ids == [int(i) for i in expected["input_ids"][0]]
-    assert prompt.num_image_tokens == 16
+    assert sum(span.num_tokens for span in prompt.images) == 16
 
 
 def test_a_text_prompt_equals_the_tokenizers_own(checkpoint: CheckpointFactory):
@@ -149,7 +149,7 @@ def test_an_image_in_several_runs_has_its_own_tokens_between_them(prompts: Promp
     assert prompt.token_ids[first.end : second.start] == [end_mark]
     assert prompt.token_ids[second.end] == end_mark
     assert second.end < other.start
-    assert prompt.num_image_tokens == 9
+    assert sum(span.num_tokens for span in prompt.images) == 9
 
 
 def test_a_layouts_text_is_tokenized_together_with_its_neighbours(prompts: PromptBuilder):
@@ -210,7 +210,7 @@ def test_a_template_that_takes_only_strings_gets_the_mark_inside_the_text(llava:
         [message("user", image(4), "What is it?")]
     )
     assert tokenizer.decode(prompt.token_ids) == "USER: \nWhat is it? ASSISTANT:"
-    assert prompt.num_image_tokens == 4
+    assert sum(span.num_tokens for span in prompt.images) == 4
 
 
 def test_a_template_may_look_for_a_parts_text_under_content(llava: Path):

@@ -14,7 +14,7 @@ from services.text_engine.engine_io import EngineRequest, TokenOutput
 from services.text_engine.events import PROMPT_TOKENS_AT_ONCE, event_of, portions
 from services.text_engine.runner import forward_pass
 from shared import sampling
-from shared.errors import InvalidRequest
+from shared.errors import ContextTooLong, InvalidRequest
 from shared.sampling import SamplingParams
 from shared.wire.engine import PromptToken, Tokens
 from tests.conftest import CheckpointFactory
@@ -135,6 +135,22 @@ def test_a_preempted_prompt_gets_every_row_once(llama: Path):
     driver.run()
     assert driver.answers["scored"].finished.num_preemptions == 1
     assert [e.logprob for e in scores.of["scored"]] == pytest.approx([e.logprob for e in alone], abs=TOLERANCE)
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_cache_and_no_other(llama: Path):
+    driver = EngineDriver(llama, kv_cache_memory="40KiB", max_num_batched_tokens=32, max_num_seqs=4)
+    capacity = driver.engine.scheduler.blocks.max_sequence_tokens
+    assert 32 < capacity < 400
+    prompt = tokens(capacity)
+    for length, only_echoes in ((capacity, False), (capacity + 1, True)):
+        with pytest.raises(ContextTooLong):
+            driver.add("no", tokens(length), only_echoes=only_echoes, max_tokens=1, prompt_logprobs=3)
+    del driver.answers["no"]
+    found = scores_of(driver, prompt, only_echoes=True)
+    every = expected(llama, prompt)
+    assert [e.logprob for e in found] == pytest.approx(
+        [float(row[token_id]) for row, token_id in zip(every, prompt[1:], strict=True)], abs=TOLERANCE
+    )
 
 
 def test_a_prompt_of_one_token_has_nothing_to_tell(llama: Path):

@@ -91,7 +91,7 @@ def run(folder: Path, requests: list[dict[str, Any]], drafter: Drafter | None = 
     for i, request in enumerate(requests):
         for span in request.get("images", ()):
             generator = torch.Generator().manual_seed(ord(span.image_key[0]))
-            driver.pictures[span.image_key] = torch.randn(span.num_tokens, driver.info.hidden_size, generator=generator)
+            driver.pictures[span.image_key] = torch.randn(span.num_tokens, driver.row_size, generator=generator)
         driver.add(f"r{i}", **request)
     driver.run()
     return driver
@@ -159,6 +159,7 @@ def test_chunks_preemptions_and_small_steps_change_nothing(checkpoint: Checkpoin
     [
         ("llava_clip_llama", {}),
         ("qwen2_5_vl", {"grid": (1, 4, 6)}),
+        ("qwen3_vl", {"grid": (1, 2, 3)}),
         ("gemma3", {"attention": "bidirectional"}),
     ],
 )

@@ -50,7 +50,7 @@ def conversation(engine: EngineDriver, image: dict[str, Any] | None) -> list[Ans
     """
     images = []
     if image is not None:
-        engine.pictures[CAT] = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+        engine.pictures[CAT] = torch.randn(16, engine.row_size, generator=torch.Generator().manual_seed(3))
         images = [ImageSpan(CAT, start=start, num_tokens=16, **image) for start in (9, 60)]
     for i in range(4):
         engine.add(f"batched-{i}", tokens(13 + 9 * i, seed=i), max_tokens=8 + i)
@@ -73,6 +73,8 @@ def conversation(engine: EngineDriver, image: dict[str, Any] | None) -> list[Ans
         ("llava_siglip_qwen3", "reference", {}),
         ("gemma3", "cpu", {"attention": "bidirectional"}),
         ("qwen2_5_vl", "cpu", {"grid": (1, 4, 4)}),
+        ("qwen3_vl", "cpu", {"grid": (1, 4, 4)}),
+        ("qwen3_vl_moe", "reference", {"grid": (1, 4, 4)}),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(

@@ -96,6 +96,19 @@ def test_a_variable_that_would_stop_a_service_is_named_with_what_it_may_be(
     assert "DIPTYCH_ENGINE_DTYPE=int9 is not one of auto, bfloat16" in findings[1].found
 
 
+def test_what_this_machine_denies_an_encoder_is_no_failure_where_none_will_run(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.vision_encoder.machine_preflight.expected_device", lambda _wanted: "cuda")
+    monkeypatch.setenv("DIPTYCH_ENCODER_QUANTIZATION", "int8")
+    finding = find("settings", model)
+    assert (finding.level, finding.found.partition(" ")[0]) == ("fail", "DIPTYCH_ENCODER_QUANTIZATION=int8")
+    (tmp_path / "config.json").write_text("{}")
+    assert find("settings", model).level == "ok", "as diptych serve judges it"
+    monkeypatch.setenv("DIPTYCH_ENCODER_QUANTIZATION", "int9")
+    assert find("settings", model).level == "fail", "a word that means nothing stops serve with any model"
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [

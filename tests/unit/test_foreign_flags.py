@@ -1,4 +1,4 @@
-"""Flags of other servers, and settings of ours that another program reads: what is said to who gives them."""
+"""Flags of other servers, and settings of ours that another program reads: what is said of them."""
 
 from __future__ import annotations
 

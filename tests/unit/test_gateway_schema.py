@@ -297,6 +297,36 @@ def test_every_sampling_field_reaches_the_engine():
     assert sent(body) == {**fields, "logit_bias": {42: 100.0}, "stop": ("END",), "stop_token_ids": (7,), "logprobs": 3}
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must be from 0 to 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs is 21"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "but max_tokens is only 3"),
+        ({"min_tokens": 9, "max_completion_tokens": 3}, "min_tokens", "but max_completion_tokens is only 3"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+    ],
+)
+def test_a_field_is_refused_under_the_name_that_a_chat_gave_it(fields: dict[str, Any], param: str, told: str):
+    with pytest.raises(InvalidRequest, match=told) as refused:
+        chat(**fields).sampling()
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"echo": True, "prompt_logprobs": 21, "logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_a_field_is_refused_under_the_name_that_a_completion_gave_it(fields: dict[str, Any], name: str):
+    with pytest.raises(InvalidRequest, match=f"^{name} is 21") as refused:
+        completion(prompt="hello", **fields).sampling()
+    assert refused.value.param == name
+
+
 def test_max_completion_tokens_wins():
     """Case B7."""
     assert sent(chat(max_tokens=50, max_completion_tokens=5)) == {"max_tokens": 5}

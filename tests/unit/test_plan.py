@@ -22,6 +22,7 @@ from diptych.errors import BadSetting, CommandFailed
 from diptych.planner.fit import Timed, fit_step, non_negative
 from diptych.planner.hardware import load
 from diptych.planner.measure import measure
+from diptych.planner.part import MAX_REPLICAS, Part
 from diptych.planner.plan import Plan, Planner
 from diptych.planner.start import compose_command, helm_command
 from diptych.planner.traffic import Target, Traffic
@@ -66,6 +67,43 @@ def test_text_alone_needs_no_encoder():
 def test_redis_is_as_large_as_the_new_pictures_of_the_time_that_it_should_remember():
     plan = Planner(CPU, TARGET).plan(CHAT, keep_pictures_s=100.0)
     assert plan.redis_bytes == pytest.approx(3.0 * 0.3 * 0.5 * 100 * 196 * 576 * 2)
+
+
+@given(engines=st.integers(1, 200_000), encoders=st.integers(0, 200_000))
+@settings(max_examples=300)
+def test_a_part_has_the_proportion_of_the_whole_and_a_size_that_can_be_simulated(engines: int, encoders: int):
+    part = Part.of(engines, encoders)
+    assert 1 <= part.engines <= min(engines, 2 * MAX_REPLICAS)
+    assert (part.encoders > 0) == (encoders > 0)
+    assert part.encoders <= encoders
+    if max(engines, encoders) <= MAX_REPLICAS:
+        assert (part.engines, part.encoders) == (engines, encoders)
+    if encoders * 2 * MAX_REPLICAS >= engines:  # else even one is more than the part's share
+        assert abs(part.encoders * engines - part.engines * encoders) <= max(engines, encoders), "off by one replica"
+    assert part.requests_per_s(7.0 * engines) == pytest.approx(7.0 * part.engines)
+
+
+def test_a_part_of_a_cluster_answers_as_the_whole_does(monkeypatch: pytest.MonkeyPatch):
+    planner, engines, encoders = Planner(CPU, TARGET), 24, 8
+    traffic = replace(CHAT, requests_per_s=0.8 * engines * planner.capacity(CHAT))
+    whole = planner.simulate(traffic, engines, encoders)
+    monkeypatch.setattr("diptych.planner.part.MAX_REPLICAS", 9)
+    part = Part.of(engines, encoders)
+    assert (part.engines, part.encoders) == (9, 3)
+    share = replace(traffic, requests_per_s=part.requests_per_s(traffic.requests_per_s))
+    seen = part.of_whole(planner.simulate(share, part.engines, part.encoders))
+    for name in ("ttft_p50_s", "ttft_p95_s", "gap_p50_ms", "gap_p95_ms", "output_tokens_per_s", "encoders_busy"):
+        assert seen[name] == pytest.approx(whole[name], rel=0.2), name
+
+
+def test_the_largest_traffic_is_planned_with_a_part_of_its_cluster_and_says_what_it_is_at():
+    said: list[str] = []
+    plan = Planner(CPU, TARGET, say=said.append).plan(replace(CHAT, requests_per_s=100_000.0))
+    assert plan.engines > 1000
+    assert plan.encoders > 1000
+    assert plan.figures["num_requests"] <= 2 * MAX_REPLICAS * 200
+    assert plan.figures["output_tokens_per_s"] == pytest.approx(100_000 * CHAT.output_tokens, rel=0.2)
+    assert said[-1] == f"simulating the cluster: engines {plan.engines}, encoders {plan.encoders}"
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_logprobs_are_none_or_up_to_the_limit():
     for value in (None, 0, MAX_TOP_LOGPROBS):
         assert SamplingParams(logprobs=value).logprobs == value
     for value in (-1, MAX_TOP_LOGPROBS + 1, True):
-        assert refusal(logprobs=value).param == "top_logprobs"
+        assert refusal(logprobs=value).param == "logprobs"
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"top_k": 1}, {"top_p": 0}])

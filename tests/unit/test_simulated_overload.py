@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from bench.simulated_overload import QUESTIONS, SimulatedPoint, find_capacity, sweep
 from diptych.simulator.costs import PRESETS, CostModel
-from diptych.simulator.overload import QUESTIONS, SimulatedPoint, find_capacity, sweep
 from diptych.simulator.world import Settings, Slo
 
 CPU = PRESETS["cpu"]

@@ -22,7 +22,6 @@ from diptych.variables import OVERRULED_BY_SERVE
 from services.gateway.config import GatewaySettings
 from services.text_engine import machine_preflight
 from services.text_engine.config import TextEngineSettings
-from services.text_engine.runner.logits_processors import ENTRY_POINTS
 from services.vision_encoder.config import VisionEncoderSettings
 from services.vision_encoder.machine_preflight import check_machine as check_encoder
 from shared import gpus
@@ -129,10 +128,6 @@ def test_an_encoders_settings_are_judged_too(machine: Any) -> None:
     with pytest.raises(SettingRefused, match="quantization=int8 is for CPUs"):
         check_encoder(load_settings(VisionEncoderSettings, model="m", device="cuda", quantization="int8"))
     check_encoder(load_settings(VisionEncoderSettings, model="m", quantization="int8"))
-
-
-def test_the_group_of_entry_points_is_the_one_that_the_engine_reads() -> None:
-    assert machine_preflight.ENTRY_POINTS == ENTRY_POINTS
 
 
 def test_a_machine_is_judged_without_torch_and_as_torch_sees_it() -> None:

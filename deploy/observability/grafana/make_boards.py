@@ -297,7 +297,7 @@ ENGINE: Final = Board(
         Panel("One step", quantiles("diptych:step_seconds", chosen()), "s"),
         Panel("Tokens in a step", quantiles("diptych:iteration_tokens_total", chosen())),
         Panel(
-            "Embeddings by who had them",
+            "Embeddings by where they were found",
             {
                 "{{source}}": f"sum by (source) (rate(diptych:image_embeddings_total{chosen()}{RATE}))",
                 "memory": f"sum(rate(diptych:mm_cache_hits_total{chosen()}{RATE}))",

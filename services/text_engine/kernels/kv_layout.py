@@ -65,10 +65,6 @@ class KVLayout:
         return 2 * self.block_size * self.row_stride + scales
 
     @property
-    def block_stride(self) -> int:
-        return self.num_kv_heads * self.head_stride
-
-    @property
     def scales_offset(self) -> int:
         """From the start of a (block, head) to its keys' scales."""
         return 2 * self.block_size * self.row_stride // SCALE_BYTES

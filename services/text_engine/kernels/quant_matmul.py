@@ -7,8 +7,8 @@ The differences q - zero are whole numbers, exact in bf16 and fp16; scales multi
 that of the result. The weights are the tensor cores' left operand (y.T = w @ x.T): they go from memory through
 registers without a second trip through shared memory, and a handful of rows of x costs no more than one.
 
-A small product has too few tiles of outputs to fill the chip, so that its inputs are split over programs too; whoever
-arrives last at a tile adds the parts up, in fixed order. The split depends on the weight's shape only, never on the
+A small product has too few tiles of outputs to fill the chip, so that its inputs are split over programs too; the one
+that arrives last at a tile adds the parts up, in fixed order. The split depends on the weight's shape only, not on the
 rows: up to 16 rows a row's result does not depend on its neighbours.
 """
 

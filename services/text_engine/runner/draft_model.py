@@ -140,6 +140,10 @@ class DraftRunner:
         """0 while it is released."""
         return self._forward_pass.kv_cache_bytes
 
+    def prepare_memory(self, num_used_blocks: int) -> bool:
+        """See `ForwardPass.prepare_memory`."""
+        return self._forward_pass.prepare_memory(num_used_blocks)
+
     def release_kv_cache(self) -> None:
         """As the target's: what was in it is lost."""
         self._forward_pass.release_kv_cache()

@@ -171,7 +171,7 @@ def _load_draft(settings: TextEngineSettings, dtype: torch.dtype, device: torch.
     """The model that guesses, as the target is loaded, with attention and kernels of its own."""
     if settings.speculative_model is None:
         return None
-    log.info("loading draft model", model=settings.speculative_model.name)
+    log.info("loading draft model", folder=str(settings.speculative_model))
     settings = settings.model_copy(update={"model": settings.speculative_model})
     config = load_model_config(settings.model, settings.model_implementation)
     parts = choose_parts(settings, device, dtype)

@@ -15,13 +15,13 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from services.text_engine.config import LOGITS_PROCESSORS_GROUP
 from shared.errors import InvalidRequest
 from shared.log import get_logger
 from shared.settings_errors import SettingRefused
 
 log = get_logger(__name__)
 
-ENTRY_POINTS: Final = "diptych.logits_processors"
 FIELD: Final = "vllm_xargs"
 
 # (token ids generated so far, logits [vocab_size] fp32) -> None; changes the logits in place. Called for each token of
@@ -140,9 +140,9 @@ def _make(name: str, vocabulary: Vocabulary) -> LogitsProcessor:
 
 def _find(name: str) -> Callable[[Vocabulary], LogitsProcessor]:
     if ":" not in name:
-        found = entry_points(group=ENTRY_POINTS, name=name)
+        found = entry_points(group=LOGITS_PROCESSORS_GROUP, name=name)
         if not found:
-            raise LookupError(f"no package has such an entry point in {ENTRY_POINTS}; or give module:Class")
+            raise LookupError(f"no package has such an entry point in {LOGITS_PROCESSORS_GROUP}; or give module:Class")
         made: Callable[[Vocabulary], LogitsProcessor] = next(iter(found)).load()
         return made
     module, _, attribute = name.partition(":")

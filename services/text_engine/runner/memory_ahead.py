@@ -2,8 +2,8 @@
 
 Usually that is a few hundredths of a millisecond for 2 MiB. Where memory is in pieces, or a virtual machine's host has
 yet to find it, it is tens of milliseconds, and every layer's cache comes to a new page in the same step. So an idle
-engine has the pages of the next blocks ready. It does not take all of the cache's memory at once: a machine that serves
-little keeps what it does not use.
+engine, and each rank of one, has the pages of the next blocks ready. It does not take all of the cache's memory at
+once: a machine that serves little keeps what it does not use.
 """
 
 from __future__ import annotations

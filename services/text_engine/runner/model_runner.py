@@ -74,8 +74,10 @@ class ModelRunner:
         return self._forward_pass.kv_cache_bytes + (0 if self._draft is None else self._draft.kv_cache_bytes)
 
     def prepare_memory(self, num_used_blocks: int) -> bool:
-        """See `ForwardPass.prepare_memory`."""
-        return self._forward_pass.prepare_memory(num_used_blocks)
+        """See `ForwardPass.prepare_memory`; a draft model's blocks have the same numbers. Other ranks see to theirs."""
+        if self._forward_pass.prepare_memory(num_used_blocks):
+            return True
+        return self._draft is not None and self._draft.prepare_memory(num_used_blocks)
 
     def release_kv_cache(self) -> None:
         """Free its memory. What was in it is lost, and nothing can run until `restore_kv_cache`."""

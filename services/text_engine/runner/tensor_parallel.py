@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import datetime
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from torch import distributed
 
 from services.text_engine.config import TextEngineSettings
 from services.text_engine.runner.batch_tensors import BatchArrays
+from shared.exit_status import how_it_ended
 from shared.log import get_logger
 
 log = get_logger(__name__)
@@ -93,7 +93,7 @@ class ProcessRanks:
         return int(self._reduce(torch.tensor([value], device=self._device), distributed.ReduceOp.MIN))
 
     def abort(self) -> None:
-        """Wake whoever waits for a rank that will not come; the ranks are of no use afterwards. From any thread."""
+        """Wake all that wait for a rank that will not come; the ranks are of no use afterwards. From any thread."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -177,7 +177,7 @@ class Workers:
         except BaseException:
             self.close()
             raise
-        atexit.register(self.close)  # whoever embeds an engine may just end
+        atexit.register(self.close)  # a program that embeds an engine may just end
         threading.Thread(target=self._watch, name="rank watcher", daemon=True).start()
 
     @property
@@ -261,7 +261,7 @@ class Workers:
         while not self._is_closed.wait(WATCH_INTERVAL_S) and self._failure is None:
             for index, process in enumerate(self._processes, start=1):
                 if (status := process.poll()) is not None and not self._is_closed.is_set():
-                    self._fail(f"rank {index} (pid {process.pid}) {_how_it_ended(status)}")
+                    self._fail(f"rank {index} (pid {process.pid}) {how_it_ended(status)}")
             started, timeout_s = self._step_started, self._step_timeout_s
             if started is not None and timeout_s is not None and time.monotonic() - started > timeout_s:
                 self._fail(f"a step has been running for {timeout_s:.0f} s: a rank hangs")
@@ -272,7 +272,7 @@ class Workers:
                 return
             self._failure = reason
         log.error("a rank of the model failed: this engine cannot go on", reason=reason)
-        self._folder.cleanup()  # first: whoever hears of it may end this process
+        self._folder.cleanup()  # first: `on_failure` may end this process
         self._on_failure(reason)
         self._kill()
         if self._ranks is not None:
@@ -284,13 +284,6 @@ class Workers:
                 process.kill()
         for process in self._processes:
             process.wait()
-
-
-def _how_it_ended(status: int) -> str:
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
 
 
 def end_without_cleanup(status: int) -> None:
