@@ -65,10 +65,12 @@ class Vision:
             await self._pool.until_available()
         info = self._current_info()
         num_images = len(images) + num_others
-        jobs = [
-            await self._job(image, number, info, num_images, trace.request_id, again=fresh)
-            for number, image in enumerate(images)
-        ]
+        jobs = await asyncio.gather(
+            *(
+                self._job(image, number, info, num_images, trace.request_id, again=fresh)
+                for number, image in enumerate(images)
+            )
+        )
         keys = [job.key for job in jobs]
         refs = {} if fresh else self._recall(keys)
         remembered = set(refs)

@@ -97,7 +97,8 @@ class Engine:
 
         An answer may fill what the context leaves after the prompt; a larger max_tokens is cut to that.
         """
-        self.check(request)
+        self._check_limits(request)
+        self.queue.check(request.priority, request.sampling.n)
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         choices = [self._new_choice(request, index, adapter) for index in range(request.sampling.n)]
         if len(choices) > 1:
@@ -287,8 +288,16 @@ class Engine:
     # --- checks and failures --------------------------------------------------------------------------------------
 
     def check(self, request: EngineRequest) -> None:
-        """Raise what `add` would raise. Better called first from a thread that may take its time: a new constraint is
-        compiled here, for milliseconds, and nothing else changes. Any thread will do."""
+        """Raise what `add` would raise for the request itself, whatever is queued. Better called first, from a thread
+        that may take its time: a new constraint is compiled here, for milliseconds. Any thread will do."""
+        self._check_limits(request)
+        sampling = request.sampling
+        self.processors.for_request(sampling.extra_args, request.token_ids)
+        self._bans.for_request(sampling)
+        if sampling.constraint is not None:
+            self.grammars.check(sampling.constraint, request.reasoning)
+
+    def _check_limits(self, request: EngineRequest) -> None:
         num_prompt_tokens = len(request.token_ids)
         sampling = request.sampling
         if request.request_id in self._requests:
@@ -322,11 +331,6 @@ class Engine:
                 raise InvalidRequest(f"{name} names token {bad}; ids go from 0 to {self.vocab_size - 1}", param=name)
         if request.adapter is not None:
             self.adapters.find(request.adapter)
-        self.processors.for_request(sampling.extra_args, request.token_ids)
-        self._bans.for_request(sampling)
-        self.queue.check(request.priority, sampling.n)
-        if sampling.constraint is not None:
-            self.grammars.check(sampling.constraint, request.reasoning)
 
     def _note_start(self, batch: Batch) -> None:
         now = time.monotonic()

@@ -14,6 +14,7 @@ from services.text_engine.core.speculation.interface import DraftCounts
 from services.text_engine.engine import Engine
 from services.text_engine.engine_io import RequestFailed, RequestFinished, TokenOutput
 from shared.embedding_cache import EmbeddingCache
+from shared.errors import Overloaded
 from shared.metrics import (
     PREFIX,
     STAGE_BUCKETS,
@@ -198,6 +199,8 @@ class EngineMetrics:
 
     def observe_failed(self, failed: RequestFailed) -> None:
         self.failures.labels(failed.error.code).inc()
+        if isinstance(failed.error, Overloaded):
+            self.refused.inc()
 
     def observe_fetch(self, source: str | None, seconds: float) -> None:
         """source   None: it was found nowhere"""

@@ -69,6 +69,21 @@ class Raise:
         return adjust if arguments else None
 
 
+class Counting:
+    """Notes how often it is asked for a function."""
+
+    name = "counting"
+    num_calls = 0
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        pass
+
+    def for_request(self, arguments: Any, prompt_token_ids: Sequence[int]) -> Adjust | None:
+        if arguments is not None:
+            Counting.num_calls += 1
+        return None
+
+
 class Careless:
     """Looks at its arguments as if they could only be good."""
 
@@ -99,6 +114,14 @@ def driver(folder: Path) -> EngineDriver:
 
 def vocabulary() -> Vocabulary:
     return Vocabulary(10, frozenset({2}), lambda text: [], lambda token_ids: "")
+
+
+def test_a_processor_is_asked_once_for_each_choice(folder: Path):
+    driver = EngineDriver(folder, logits_processors=f"{HERE}Counting")
+    Counting.num_calls = 0
+    driver.add("three", PROMPT, n=3, extra_args={"counting": True})
+    driver.run()
+    assert Counting.num_calls == 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
