@@ -128,7 +128,7 @@ class Users:
             engine = self.engines[replica.url]
             is_taken = engine.add(visit)
             if self._gateway_sheds:
-                self._pool.told_queue(replica, priority, engine.queue.opens_in_s(priority))
+                self._pool.note_queue(replica, priority, engine.queue.opens_in_s(priority))
             if is_taken:
                 return
             replica.outstanding -= 1

@@ -11,7 +11,7 @@ from services.gateway.balancer import is_worth_another_replica
 from services.gateway.encoding import Encoding
 from services.gateway.generation import Generation
 from services.gateway.images import at_part
-from services.gateway.timeline import ImageStory, Timeline
+from services.gateway.timeline import ImageTrace, Timeline
 from shared.errors import DiptychError, EmbeddingNotFound, InvalidImage, UpstreamFailed
 from shared.wire.encoder import Encoded
 from shared.wire.images import ImageRef
@@ -26,7 +26,7 @@ LAST_WORD_S: Final = 0.1
 @dataclass(frozen=True, slots=True)
 class AdmittedImage:
     """encoding      the encode that this request started or joined; None if the image was known
-    admitted_by   see services.gateway.timeline.ImageStory
+    admitted_by   see services.gateway.timeline.ImageTrace
     """
 
     ref: ImageRef
@@ -54,7 +54,7 @@ class Admission:
         if running := self._running():
             await asyncio.wait(running, timeout=LAST_WORD_S)
         for number, image in enumerate(self.images):
-            timeline.images.append(ImageStory(image.ref.num_tokens, image.admitted_by))
+            timeline.images.append(ImageTrace(image.ref.num_tokens, image.admitted_by))
             if image.encoding is not None:
                 _tell_encode(image.encoding, number, timeline)
 

@@ -42,7 +42,7 @@ from services.gateway.net_guard import HostResolver, NetGuard
 from services.gateway.openapi import document
 from services.gateway.page import page_routes
 from services.gateway.responses import Responses
-from services.gateway.routes import Stories, api_routes, document_routes, file_routes, model_routes, operator_routes
+from services.gateway.routes import Handlers, api_routes, document_routes, file_routes, model_routes, operator_routes
 from services.gateway.status import ControlRoom, gateway_state, status_routes
 from services.gateway.vision import Vision
 from shared.client_certificate import RequireClientCertificate
@@ -173,8 +173,8 @@ async def _build(
     StateCollector(registry, lifecycle, engines, encoders, vision)
     watch_cache(registry, cache)
     keyring = Keyring(settings.api_keys)
-    stories = Stories(chat, Completions(generator, salts), Responses(chat), Counting(generator, vision, chat))
-    app.include_router(api_routes(stories, keyring, limits, lifecycle, settings.max_body_bytes))
+    handlers = Handlers(chat, Completions(generator, salts), Responses(chat), Counting(generator, vision, chat))
+    app.include_router(api_routes(handlers, keyring, limits, lifecycle, settings.max_body_bytes))
     app.include_router(file_routes(Files(store, _file_limits(settings)), store, keyring, limits))
     app.include_router(model_routes(generator, keyring))
     app.include_router(operator_routes(engines, encoders, lifecycle, registry))

@@ -118,19 +118,19 @@ class EngineClient:
         request: GenerateRequest,
         request_id: str,
         *,
-        door: AbstractAsyncContextManager[None],
+        admission: AbstractAsyncContextManager[None],
         on_queue: Callable[[float], None],
     ) -> AsyncIterator[AsyncIterator[Started | Tokens | Finished]]:
         """The engine's events until the block is left, which aborts what still runs.
 
-        door      entered from before the request is sent until it is taken or refused
+        admission  entered from before the request is sent until it is taken or refused
         on_queue   hears, taken or refused, after how many seconds the engine would queue another such request
         """
         headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
         body = written(request)
         with _upstream_errors("text engine"):
             try:
-                async with asyncio.timeout(self._start_timeout_s), door:
+                async with asyncio.timeout(self._start_timeout_s), admission:
                     response = await self._http.open("POST", f"{url}/v1/generate", content=body, headers=headers)
                     if (opens_in_s := _queue_opens_in_s(response)) is not None:
                         on_queue(opens_in_s)

@@ -43,7 +43,7 @@ SLOW_START_S = 10.0
 FIRST_SHARE = 0.1
 # A busy machine answers late now and then; only a row of missed probes means that nobody is there.
 MAX_MISSED_PROBES = 2
-MAX_AT_THE_DOOR = 32  # requests that a replica has neither taken nor refused yet
+MAX_PENDING_ADMISSIONS = 32  # requests that a replica has neither taken nor refused yet
 MAX_WAITING = 1024  # requests that wait for a first replica; more are told at once that there is none
 
 
@@ -51,16 +51,16 @@ MAX_WAITING = 1024  # requests that wait for a first replica; more are told at o
 class Replica(Generic[Info]):
     """One running copy of a service, as far as this gateway knows it.
 
-    ready         the last probe of /ready said 200
-    info          what it published about itself; None until first ready
-    outstanding   requests of this gateway that it works on
-    num_missed_probes   in a row, that it let time out
-    ready_since   when a probe found it ready after it had not been
-    number        its name for people, 1, 2, …: addresses are nothing for clients to see
-    queue         when it would queue another request
-    door          where requests wait to be taken or refused, a few at a time
-    problem       why it is not used although it runs, for people; "": nothing of the kind
-    reason        what the last probe found that was not ready; "" if it was
+    ready              the last probe of /ready said 200
+    info               what it published about itself; None until first ready
+    outstanding        requests of this gateway that it works on
+    num_missed_probes  in a row, that it let time out
+    ready_since        when a probe found it ready after it had not been
+    number             its name for people, 1, 2, …: addresses are nothing for clients to see
+    queue              when it would queue another request
+    admission_slots    where requests wait to be taken or refused, a few at a time
+    problem            why it is not used although it runs, for people; "": nothing of the kind
+    reason             what the last probe found that was not ready; "" if it was
     """
 
     url: str
@@ -76,7 +76,7 @@ class Replica(Generic[Info]):
     problem: str = ""
     reason: str = ""
     queue: QueueForecast = field(default_factory=QueueForecast)
-    door: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_THE_DOOR))
+    admission_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PENDING_ADMISSIONS))
 
     @property
     def is_silent(self) -> bool:
@@ -212,7 +212,7 @@ class Pool(Generic[Info]):
         warmest = max(warmth.values())
         return {replica: (replica.outstanding + 1) * warmest / warmth[replica] for replica in candidates}
 
-    def told_queue(self, replica: Replica[Info], priority: int, opens_in_s: float) -> None:
+    def note_queue(self, replica: Replica[Info], priority: int, opens_in_s: float) -> None:
         """`replica` would queue another request of this priority after so many seconds."""
         replica.queue.told(priority, opens_in_s, self._clock())
 
@@ -225,18 +225,18 @@ class Pool(Generic[Info]):
         return min((replica.queue.opens_in_s(priority, now) for replica in candidates), default=0.0)
 
     def check_queues(self, candidates: list[Replica[Info]], priority: int) -> None:
-        """Raises SaidBefore if all of them have said that they would refuse a request of this priority."""
+        """Raises QueueKnownFull if all of them have said that they would refuse a request of this priority."""
         opens_in_s = self.queue_opens_in_s(candidates, priority)
         if opens_in_s:
             self.num_shed += 1
-            raise SaidBefore(
+            raise QueueKnownFull(
                 f"the queue of every text engine is as long as it may be; there is room in about {opens_in_s:.1f} s",
                 retry_after_s=opens_in_s,
             )
 
     def note(self, replica: Replica[Info], error: BaseException | None) -> None:
         """How work at `replica` ended; a request refused for its own sake speaks for the replica, not against it."""
-        if isinstance(error, SaidBefore):
+        if isinstance(error, QueueKnownFull):
             return
         if isinstance(error, NotReady):
             replica.unreachable()
@@ -267,7 +267,7 @@ def without_latest_failure(candidates: list[Replica[Info]]) -> list[Replica[Info
     return [replica for replica in candidates if replica is not latest]
 
 
-class SaidBefore(Overloaded):
+class QueueKnownFull(Overloaded):
     """A replica's last word, repeated for it: it was not asked, so nothing was learnt of it."""
 
 

@@ -230,9 +230,9 @@ class Generator:
         return tried[-1] if broke and tried[-1] in self._pool.available() else None
 
     @asynccontextmanager
-    async def _door(self, replica: Replica[ModelInfo], priority: int) -> AsyncIterator[None]:
+    async def _admission(self, replica: Replica[ModelInfo], priority: int) -> AsyncIterator[None]:
         """One request of a crowd asks first: what the engine tells it of its queue, the others hear before they ask."""
-        async with replica.door:
+        async with replica.admission_slots:
             self._pool.check_queues([replica], priority)
             yield
 
@@ -251,8 +251,8 @@ class Generator:
                 replica.url,
                 request,
                 request_id,
-                door=self._door(replica, request.priority),
-                on_queue=partial(self._pool.told_queue, replica, request.priority),
+                admission=self._admission(replica, request.priority),
+                on_queue=partial(self._pool.note_queue, replica, request.priority),
             )
             events = await stack.enter_async_context(generating)
             started = await anext(events)

@@ -73,7 +73,7 @@ class GatewayMetrics:
             self.recent_first_token.add(trace.first_token_s)
         for stage, seconds in trace.stages.items():
             self._stages.labels(stage).observe(seconds)
-        if trace.is_in and trace.key_name is not None:
+        if trace.is_counted and trace.key_name is not None:
             self._account(trace.key_name, trace)
 
     def _account(self, key: str, trace: Trace) -> None:

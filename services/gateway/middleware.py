@@ -60,7 +60,7 @@ class RequestScope:
                 await self._answer(scope, receive, responder, trace)
         finally:
             self._lifecycle.num_in_flight -= is_api
-            if trace.is_in and trace.key_name is not None:
+            if trace.is_counted and trace.key_name is not None:
                 self._limits.leave(trace.key_name)
             self._record(scope, responder.status or 500, trace)
 

@@ -11,7 +11,7 @@ from typing import Any
 from services.gateway.balancer import Replica
 from services.gateway.chat import Chat, RunningChat
 from services.gateway.generation import AnswerCut
-from services.gateway.responses_chat import in_the_clients_words, to_chat
+from services.gateway.responses_chat import to_chat, with_client_paths
 from services.gateway.responses_events import ResponseEvents
 from services.gateway.responses_output import Output
 from services.gateway.responses_schema import ResponsesRequest
@@ -76,5 +76,5 @@ class Responses:
         self, body: ResponsesRequest, trace: Trace, *, avoided: Replica[ModelInfo] | None = None
     ) -> RunningChat:
         request, paths = to_chat(body)
-        with in_the_clients_words(paths):
+        with with_client_paths(paths):
             return await self._chat.start(request, trace, avoided=avoided)

@@ -45,7 +45,7 @@ def to_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
         "reasoning_effort": body.reasoning.effort,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
-    with in_the_clients_words(paths):
+    with with_client_paths(paths):
         return validate({name: value for name, value in chat.items() if value is not None}, ChatRequest), paths
 
 
@@ -132,7 +132,7 @@ def _response_format(given: JsonObject | None) -> JsonObject | None:
 
 
 @contextmanager
-def in_the_clients_words(paths: list[str]) -> Iterator[None]:
+def with_client_paths(paths: list[str]) -> Iterator[None]:
     """Errors about the chat that a response became, as errors about what the client sent.
 
     paths   for every message of the chat, the part of the request that it came from

@@ -35,7 +35,7 @@ from shared.wire.engine import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Stories:
+class Handlers:
     """What can be asked for, each told in a file of its own."""
 
     chat: Chat
@@ -45,7 +45,7 @@ class Stories:
 
 
 def api_routes(
-    stories: Stories,
+    handlers: Handlers,
     keyring: Keyring,
     limits: KeyLimits,
     lifecycle: Lifecycle,
@@ -73,8 +73,8 @@ def api_routes(
     async def chat_completions(request: Request) -> Response:
         body = await read_json(request, ChatRequest, max_body_bytes)
         if body.stream:
-            return await streamed(request, stories.chat.stream(body, trace_of(request)))
-        return await whole(request, stories.chat.complete(body, trace_of(request)))
+            return await streamed(request, handlers.chat.stream(body, trace_of(request)))
+        return await whole(request, handlers.chat.complete(body, trace_of(request)))
 
     @router.post(
         "/completions",
@@ -89,8 +89,8 @@ def api_routes(
     async def text_completions(request: Request) -> Response:
         body = await read_json(request, CompletionRequest, max_body_bytes)
         if body.stream:
-            return await streamed(request, stories.completions.stream(body, trace_of(request)))
-        return await whole(request, stories.completions.complete(body, trace_of(request)))
+            return await streamed(request, handlers.completions.stream(body, trace_of(request)))
+        return await whole(request, handlers.completions.complete(body, trace_of(request)))
 
     @router.post(
         "/responses",
@@ -105,8 +105,8 @@ def api_routes(
     async def create_response(request: Request) -> Response:
         body = await read_json(request, ResponsesRequest, max_body_bytes)
         if body.stream:
-            return await streamed(request, stories.responses.stream(body, trace_of(request)))
-        return await whole(request, stories.responses.complete(body, trace_of(request)))
+            return await streamed(request, handlers.responses.stream(body, trace_of(request)))
+        return await whole(request, handlers.responses.complete(body, trace_of(request)))
 
     @router.post(
         "/tokenize",
@@ -119,7 +119,7 @@ def api_routes(
     )
     async def tokenize(request: Request) -> Response:
         body = await read_json(request, TokenizeBody, max_body_bytes)
-        return await whole(request, stories.counting.count(body, trace_of(request)))
+        return await whole(request, handlers.counting.count(body, trace_of(request)))
 
     return router
 
@@ -222,7 +222,7 @@ def _counts_for_its_key(keyring: Keyring, limits: KeyLimits) -> Any:
         trace = trace_of(request)
         trace.key_name = keyring.check(request.headers.get("authorization"))
         limits.enter(trace.key_name)
-        trace.is_in = True  # RequestScope gives the place back when the request ends
+        trace.is_counted = True  # RequestScope gives the place back when the request ends
 
     return Depends(check)
 

@@ -41,7 +41,7 @@ Seen = tuple[Replica[Any], dict[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Snapshot:
     """One look at all replicas.
 
     taken_at   by the clock that `ControlRoom` was given
@@ -53,7 +53,7 @@ class Picture:
 
 
 class ControlRoom:
-    """interval_s   a picture is shown for so long before another is taken"""
+    """interval_s   a snapshot is shown for so long before another is taken"""
 
     def __init__(
         self,
@@ -71,44 +71,44 @@ class ControlRoom:
         self._gateway = gateway
         self._interval_s = interval_s
         self._clock = clock
-        self._picture: asyncio.Task[Picture] | None = None
-        self.num_pictures = 0
+        self._snapshot: asyncio.Task[Snapshot] | None = None
+        self.num_snapshots = 0
 
     async def data(self, engine: int | None = None) -> dict[str, Any]:
         """engine   the number of the one to show in detail; None, or one that is not there: the first that can be"""
-        picture = await self._latest()
-        numbers = [replica.number for replica, state in picture.engines if state is not None]
+        snapshot = await self._latest()
+        numbers = [replica.number for replica, state in snapshot.engines if state is not None]
         chosen = engine if engine in numbers else next(iter(numbers), None)
         return {
             "version": version("diptych"),
             "interval_s": self._interval_s,
-            "taken_at": picture.taken_at,
+            "taken_at": snapshot.taken_at,
             "engine": chosen,
             "gateway": self._gateway(),
             "replicas": [
-                *(self._shown("text_engine", seen, detailed=seen[0].number == chosen) for seen in picture.engines),
-                *(self._shown("vision_encoder", seen, detailed=True) for seen in picture.encoders),
+                *(self._shown("text_engine", seen, detailed=seen[0].number == chosen) for seen in snapshot.engines),
+                *(self._shown("vision_encoder", seen, detailed=True) for seen in snapshot.encoders),
             ],
         }
 
-    async def _latest(self) -> Picture:
-        task = self._picture
+    async def _latest(self) -> Snapshot:
+        task = self._snapshot
         if task is None or (task.done() and self._is_old(task)):
-            task = self._picture = asyncio.create_task(self._take())
+            task = self._snapshot = asyncio.create_task(self._take())
         return await asyncio.shield(task)
 
-    def _is_old(self, task: asyncio.Task[Picture]) -> bool:
+    def _is_old(self, task: asyncio.Task[Snapshot]) -> bool:
         """A look that failed is shown to those who waited for it, and to nobody later."""
         if task.cancelled() or task.exception() is not None:
             return True
         return self._clock() - task.result().taken_at >= self._interval_s
 
-    async def _take(self) -> Picture:
-        self.num_pictures += 1
+    async def _take(self) -> Snapshot:
+        self.num_snapshots += 1
         engines, encoders = await asyncio.gather(
             self._look_at(self._engines.replicas, EngineState), self._look_at(self._encoders.replicas, EncoderState)
         )
-        return Picture(self._clock(), engines, encoders)
+        return Snapshot(self._clock(), engines, encoders)
 
     async def _look_at(self, replicas: list[Replica[Any]], kind: type[State]) -> list[Seen]:
         some = replicas[:MAX_REPLICAS]

@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageStory:
+class ImageTrace:
     """Who knew a picture, and who had its embedding.
 
     admitted_by      "gateway" (remembered), "redis", "vision_encoder", or "shared" (another request's encode);
@@ -57,7 +57,7 @@ class Timeline:
     started_at: float
     hides_origins: bool = False
     spans: list[Span] = field(default_factory=list)
-    images: list[ImageStory] = field(default_factory=list)
+    images: list[ImageTrace] = field(default_factory=list)
 
     def add(self, stage: str, started_at: float, ended_at: float, where: str, image: int | None = None) -> None:
         self._place(stage, started_at, ended_at - started_at, where, image, None)

@@ -17,9 +17,9 @@ SERVER_FAULT = 500
 class Trace:
     """Filled in along the way. `stages` maps a stage of `shared.wire.common.Stage` to seconds.
 
-    key_name   of the API key that it counts for; None until it is known
-    is_in      its key's limits let it in, so that it takes a place until it ends
-    reason     of a failure that is not the client's: the error's message
+    key_name    of the API key that it counts for; None until it is known
+    is_counted  its key's limits let it in, so that it takes a place until it ends
+    reason      of a failure that is not the client's: the error's message
     """
 
     request_id: str
@@ -28,7 +28,7 @@ class Trace:
     outcome: str = "ok"
     reason: str | None = None
     key_name: str | None = None
-    is_in: bool = False
+    is_counted: bool = False
     model: str | None = None
     num_images: int = 0
     num_prompt_tokens: int | None = None

@@ -65,7 +65,7 @@ async def test_a_refusal_that_breaks_off_is_the_engine_s_fault(then_hangs: bool,
     request = GenerateRequest(request_id="r", prompt="hi")
     async with engine_that_answers(refusal, then_hangs=then_hangs) as url, client, AsyncExitStack() as stack:
         engines = EngineClient(client, start_timeout_s=0.5)
-        generating = engines.generate(url, request, "r", door=nullcontext(), on_queue=lambda _: None)
+        generating = engines.generate(url, request, "r", admission=nullcontext(), on_queue=lambda _: None)
         with pytest.raises(error):
             await stack.enter_async_context(generating)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.balancer import MAX_AT_THE_DOOR
+from services.gateway.balancer import MAX_PENDING_ADMISSIONS
 from services.gateway.queue_forecast import LONGEST_BELIEF_S
 from shared.errors import Overloaded
 from tests.gateway_stack import Stack, assert_openai_error, data_url, eventually, running_stack
@@ -103,7 +103,7 @@ def test_of_a_crowd_only_the_first_few_are_sent_to_an_engine_that_is_full(stack:
         answers = list(pool.map(lambda _: stack.chat(), range(120)))
     assert {answer.status_code for answer in answers} == {503}
     num_beliefs = 1 + int((time.monotonic() - began) / LONGEST_BELIEF_S)  # after each, the engines are asked anew
-    assert num_asked(stack) <= 2 * MAX_AT_THE_DOOR * num_beliefs
+    assert num_asked(stack) <= 2 * MAX_PENDING_ADMISSIONS * num_beliefs
 
 
 def test_a_crowd_that_there_is_room_for_is_answered_whole(stack: Stack):

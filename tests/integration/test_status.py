@@ -92,13 +92,13 @@ def states(data: dict[str, Any]) -> list[Any]:
 async def test_many_viewers_cost_one_look_and_a_later_one_another():
     watched = Watched({"http://a": STATE.model_dump_json(), "http://b": STATE.model_dump_json()})
     await asyncio.gather(*(watched.room.data() for _ in range(50)))
-    assert (watched.room.num_pictures, len(watched.asked)) == (1, 2)
+    assert (watched.room.num_snapshots, len(watched.asked)) == (1, 2)
     watched.now += 59
     await watched.room.data()
-    assert watched.room.num_pictures == 1
+    assert watched.room.num_snapshots == 1
     watched.now += 2
     await watched.room.data()
-    assert watched.room.num_pictures == 2
+    assert watched.room.num_snapshots == 2
 
 
 async def test_only_the_chosen_engine_is_shown_block_by_block():
@@ -112,7 +112,7 @@ async def test_only_the_chosen_engine_is_shown_block_by_block():
     assert "steps" not in states(second)[0]
     assert states(second)[1]["steps"] == []
     assert (await watched.room.data(99))["engine"] == 1
-    assert watched.room.num_pictures == 1
+    assert watched.room.num_snapshots == 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_a_look_that_failed_is_not_shown_to_those_who_come_later():
             await watched.room.data()
     replica.url = "http://a"
     assert states(await watched.room.data())[0] is not None
-    assert watched.room.num_pictures == 3
+    assert watched.room.num_snapshots == 3
 
 
 async def test_a_replica_that_hangs_delays_the_picture_by_a_second_at_most(monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,8 @@ from services.gateway.balancer import (
     MAX_MISSED_PROBES,
     SLOW_START_S,
     Pool,
+    QueueKnownFull,
     Replica,
-    SaidBefore,
     by_rendezvous,
     is_worth_another_replica,
     without_latest_failure,
@@ -181,7 +181,7 @@ def test_a_refusal_that_was_said_for_a_replica_is_no_success_of_it():
     pool = pool_of(2)
     full_and_broken = pool.replicas[0]
     for _ in range(3):
-        pool.note(full_and_broken, SaidBefore("its queue is full"))
+        pool.note(full_and_broken, QueueKnownFull("its queue is full"))
         pool.note(full_and_broken, BROKEN)
     assert full_and_broken not in pool.available()
 

@@ -82,10 +82,10 @@ def test_of_several_replicas_those_with_an_open_queue_are_chosen():
     for replica in pool.replicas:
         pool.probed(replica, ready=True, info="model")
     full, free = pool.replicas
-    pool.told_queue(full, 0, SOON)
+    pool.note_queue(full, 0, SOON)
     assert pool.with_open_queue(pool.available(), 0) == [free]
     assert pool.queue_opens_in_s(pool.available(), 0) == 0
-    pool.told_queue(free, 0, SOON / 2)
+    pool.note_queue(free, 0, SOON / 2)
     both: list[Replica[str]] = pool.available()
     assert pool.with_open_queue(both, 0) == []
     assert pool.queue_opens_in_s(both, 0) == SOON / 2

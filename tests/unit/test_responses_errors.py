@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.responses_chat import in_the_clients_words
+from services.gateway.responses_chat import with_client_paths
 from shared.errors import ContextTooLong, DiptychError, InvalidRequest, RateLimited
 
 PATHS = ["instructions", "input[0]", "input[3]"]
 
 
 def told(error: DiptychError) -> DiptychError:
-    with pytest.raises(type(error)) as caught, in_the_clients_words(PATHS):
+    with pytest.raises(type(error)) as caught, with_client_paths(PATHS):
         raise error
     return caught.value
 

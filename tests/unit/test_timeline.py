@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.gateway.admission import Admission, AdmittedImage
 from services.gateway.balancer import Pool
 from services.gateway.encoding import Encoding
-from services.gateway.timeline import GATEWAY, MAX_SPANS, ImageStory, Span, Timeline
+from services.gateway.timeline import GATEWAY, MAX_SPANS, ImageTrace, Span, Timeline
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.engine_io import EngineRequest, RequestFinished
 from services.text_engine.request_timeline import FetchLog, embedding_sources, stage_spans
@@ -52,7 +52,7 @@ def test_origins_that_may_tell_of_others_are_left_out_and_kept_for_who_runs_it()
     timeline = Timeline(started_at=0.0, hides_origins=True)
     span = StageSpan(stage="transfer", start_s=1, duration_s=1, image_key=A, source="redis")
     timeline.add_all([span], began_at=0.0, where="text_engine-1", images={A: [0]})
-    timeline.images.append(ImageStory(17, "shared", "text_engine"))
+    timeline.images.append(ImageTrace(17, "shared", "text_engine"))
     body = timeline.to_body(first_token_s=None)
     assert body["images"] == [{"num_tokens": 17, "admitted_by": None, "embedding_from": None}]
     assert [set(each) for each in body["spans"]] == [{"stage", "start_ms", "duration_ms", "where", "image"}]
@@ -104,7 +104,7 @@ async def test_an_answer_waits_for_the_encoders_last_word_and_places_its_stages_
     spans = [StageSpan(stage="encode", start_s=0.0, duration_s=0.001)]
     asyncio.get_running_loop().call_later(0.01, encoding.finish, Encoded(stored=True, timings={}, spans=spans))
     await admission.tell(timeline)
-    assert timeline.images == [ImageStory(64, "vision_encoder")] * 2
+    assert timeline.images == [ImageTrace(64, "vision_encoder")] * 2
     assert admission.numbers() == {A: [0, 1]}
     ends = [span.start_ms + span.duration_ms for span in timeline.spans if span.stage == "encode"]
     assert len(ends) == 2

@@ -131,7 +131,7 @@ class DraftRunner:
         return token_ids
 
     @torch.inference_mode()
-    def run_for_nobody(self, arrays: BatchArrays) -> None:
+    def dummy_run(self, arrays: BatchArrays) -> None:
         """A step that stores nothing, from beginning to end: to measure it."""
         self._likeliest(self._forward_pass.run(arrays, lambda _: None))
 

@@ -62,7 +62,7 @@ class ModelRunner:
             return self._sample(batch, logits)
 
     @torch.inference_mode()
-    def run_for_nobody(self, arrays: BatchArrays) -> None:
+    def dummy_run(self, arrays: BatchArrays) -> None:
         """A step that stores nothing and whose tokens nobody gets, from beginning to end."""
         with contextlib.nullcontext() if self._workers is None else self._workers.step(arrays):
             logits = self._forward_pass.run(arrays, lambda _: None)

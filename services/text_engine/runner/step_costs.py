@@ -24,7 +24,7 @@ class Measured(Protocol):
 
     has_grid_positions: bool
 
-    def run_for_nobody(self, arrays: BatchArrays) -> None:
+    def dummy_run(self, arrays: BatchArrays) -> None:
         """A step that stores nothing."""
         ...
 
@@ -44,7 +44,7 @@ def _measure(runner: Measured, block_size: int, max_num_tokens: int) -> Iterator
         fastest = float("inf")
         for _ in range(NUM_RUNS):
             started = time.perf_counter()
-            runner.run_for_nobody(_one_row(num_tokens, block_size, has_grid_positions=runner.has_grid_positions))
+            runner.dummy_run(_one_row(num_tokens, block_size, has_grid_positions=runner.has_grid_positions))
             fastest = min(fastest, time.perf_counter() - started)
             if time.perf_counter() > deadline:
                 break
