@@ -5,17 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from shared.threads import started_threads
 
+# With concurrent.futures' own pool in place of ours this hangs in most runs: whether CPython finds memory is luck.
 STARVED = """
 import asyncio, os, resource, threading
-from concurrent.futures import ThreadPoolExecutor
 from shared.threads import started_threads
 
 async def main():
-    pool = {pool}
+    pool = started_threads(2)
     asyncio.get_running_loop().set_default_executor(pool)
     ended = threading.Thread(target=len, args=("",))  # the next one may have its stack, which is then no new memory
     ended.start()
@@ -28,19 +26,10 @@ asyncio.run(main())
 """
 
 
-def starved(pool: str, timeout_s: float) -> str:
-    words = [sys.executable, "-c", STARVED.format(pool=pool)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False).stdout
-
-
 def test_a_loop_without_memory_for_a_new_thread_works_on_with_those_it_has():
-    assert starved("started_threads(2)", timeout_s=30).startswith("3")
-
-
-def test_python_itself_waits_for_ever_for_a_thread_that_finds_no_memory():
-    """Why there are such threads; should this fail one day, they need not be."""
-    with pytest.raises(subprocess.TimeoutExpired):
-        starved("ThreadPoolExecutor(2)", timeout_s=5)
+    words = [sys.executable, "-c", STARVED]
+    starved = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    assert starved.stdout.startswith("3")
 
 
 def test_all_threads_are_there_and_take_work():

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.admission import Admission, AdmittedImage
-from services.gateway.balancer import Pool
-from services.gateway.encoding import Encoding
+from services.gateway.balancer import Pool, Replica
+from services.gateway.encoding import EncodeJob, Encoding
 from services.gateway.timeline import GATEWAY, MAX_SPANS, ImageTrace, Span, Timeline
 from services.text_engine.core.sequence import ImageSpan
 from services.text_engine.engine_io import EngineRequest, RequestFinished
@@ -95,9 +95,10 @@ def test_a_timeline_is_cut_where_nobody_would_look_any_more():
 
 
 async def test_an_answer_waits_for_the_encoders_last_word_and_places_its_stages_before_it():
-    admission, encoding, timeline = Admission(), Encoding(), Timeline(time.perf_counter())
+    job = EncodeJob(A, b"", "fingerprint", "request", again=False)
+    admission, encoding, timeline = Admission(), Encoding(job), Timeline(time.perf_counter())
     ref = ImageRef(image_key=A, num_tokens=64, width=8, height=8)
-    encoding.where = "vision_encoder-3"
+    encoding.replica = Replica("http://encoder", number=3)
     encoding.admit(ref)
     admission.join(encoding)
     admission.images = [AdmittedImage(ref, "messages[0]", encoding, "vision_encoder")] * 2
